@@ -2,126 +2,143 @@
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 
-A random 75% of the patches is hidden, and a ViT encodes only the visible rest, so that a large encoder is cheap to train. A small
-decoder gets the encoded patches and, in place of each hidden one, the same learnt mask token, told apart by their positions. It
-predicts the pixels of the hidden patches; the decoder is then thrown away and the encoder is the result.
+A random 75% of the patches is hidden, and a ViT encodes only the visible rest, so that a large
+encoder is cheap to train. A small decoder gets the encoded patches and, in place of each hidden
+one, the same learnt mask token, told apart by positions. It predicts the pixels of the hidden
+patches; afterwards the decoder is thrown away and the encoder is the result.
 
-    B images, L patches, K visible, M = L - K hidden (predicted), D encoder width, E decoder width, p patch side
-    images -> visible tokens (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E) -> pixels of the hidden patches (B,M,p*p*C)
+    B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
+    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
+    -> pixels of the hidden patches (B,M,p*p*C)
 
 Where paper and released code differ, and what is done here:
-  1. The paper un-shuffles the decoder's tokens to raster order (Sec. 3, "Simple implementation"). Attention does not know the order
-     once positions are added, so here they stay in noise order, visible first, and the hidden ones are the last M rows.
-  2. The paper shuffles embedded patches and drops the hidden ones, so does the release; here only the visible ones are embedded.
-  3. Normalised targets (Sec. 4.1): the release uses the unbiased variance plus 1e-6, which the paper does not say. As released.
-  4. The number of visible patches is truncated, L (1 - mask_ratio) -> K, as released.
-  5. Xavier initialisation is the paper's (Table 8); the bias of the patch projection keeps torch's default, as released.
+  1. Paper and release un-shuffle the decoder's tokens to raster order (Sec. 3, "Simple
+     implementation"). Attention does not see the order, positions do: here tokens stay in noise
+     order, the visible first, so that the hidden ones are simply the last M.
+  2. Both embed all patches, then drop the hidden ones; here only the visible ones are embedded.
+  3. Normalised targets (Sec. 3): the release takes the unbiased variance plus 1e-6, of which the
+     paper says nothing. As released.
+  4. K is L (1 - mask_ratio) truncated, as released.
+  5. The paper initialises with xavier (Table 8); the patch projection's bias keeps torch's default,
+     as released.
 """
 
 import torch
 from torch import nn
 
-from vit import (Block, IMAGENET_MEAN, IMAGENET_STD, ViT, check_mask, init_weights, normalize_patches, patchify, sincos_pos_embed,
-                 take, unpatchify, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, check_mask, init_weights,
+                 normalize_patches, patchify, sincos_pos_embed, take, unpatchify, visible_count)
 
 
 class MAE(nn.Module):
-    """`loss, metrics = MAE(...)(images)`; `reconstruct` paints, `encoder` gives features. Defaults: ViT-B/16, the paper's.
+    """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
+    the paper's, ViT-B/16.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: share of the patches that is hidden
-        norm_pix_loss: predict each patch normalised by its own mean and variance (better features; Table 1d)
+        norm_pix_loss: predict patches normalised by their own mean and variance (Table 1d)
         decoder_dim: width of the decoder (Table 1b)
         decoder_depth: blocks of the decoder (Table 1a)
         decoder_heads: attention heads of the decoder
-        inter_block_attention: decode a learnt mix of all encoder blocks' outputs, not the last one (CrossMAE Table 7)
+        inter_block_attention: decode a mix of all encoder blocks, not the last (CrossMAE Table 7)
     """
 
     recipe = dict(  # MAE Table 8, the same as CrossMAE Table 10; 75% masking is the default above
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, from 32x32 pictures on a CPU; plain pixels, so that pictures owe nothing to the target
+    small = dict(  # ours, for 32x32 pictures; plain pixels need no help when looked at
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *, mask_ratio=0.75,
-                 norm_pix_loss=True, decoder_dim=512, decoder_depth=8, decoder_heads=16, inter_block_attention=False):
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
+                 mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
+                 decoder_heads=16, inter_block_attention=False):
         super().__init__()
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
-        visible_count(self.encoder.num_patches, mask_ratio)                # an impossible ratio is said here, not in training
+        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
         p, q = self.encoder.patch_size
 
         self.decoder_embed = nn.Linear(dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
-        self.decoder_pos_embed = nn.Parameter(sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)
-        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
+        self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
+            sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)
+        self.decoder_blocks = nn.ModuleList(
+            Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         self.apply(init_weights)
 
         self.map_weights = None
-        if inter_block_attention:                                          # N(0, 1/n) over the n maps (CrossMAE A.3)
-            self.map_weights = nn.Parameter(torch.empty(depth + 1).normal_(std=(depth + 1) ** -0.5))
+        if inter_block_attention:                                      # N(0, 1/n) (CrossMAE A.3)
+            n = depth + 1                                              # blocks and their input
+            self.map_weights = nn.Parameter(torch.empty(n).normal_(std=n ** -0.5))
 
     def encode(self, images, ids_keep):
         """The visible patches ids_keep (B,K) of images through the encoder: (B,1+K,D)."""
-        tokens = self.encoder.embed(images, ids_keep)                      # (B, K, D)     hidden patches are never seen
+        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if self.map_weights is None:
-            return self.encoder.encode(tokens)                             # (B, 1+K, D)
-        maps = torch.stack(self.encoder.layers(tokens), dim=-1)            # (B, 1+K, D, n)  n = depth + 1
-        return self.encoder.norm(maps @ self.map_weights)                  # (B, 1+K, D)   CrossMAE eq. 1, one mix for all
+            return self.encoder.encode(tokens)                         # (B, 1+K, D)
+        maps = torch.stack(self.encoder.layers(tokens), dim=-1)        # (B, 1+K, D, n)
+        return self.encoder.norm(maps @ self.map_weights)              # (B, 1+K, D) CrossMAE eq. 1
 
     def decode(self, z, ids_keep, ids_mask):
-        """Encoded tokens z (B,1+K,D) to predictions (B,L,p*p*C) in noise order: the K visible patches, then the M hidden ones."""
-        pos = self.decoder_pos_embed[0, 1:]                                # (L, E)
-        z = self.decoder_embed(z)                                          # (B, 1+K, E)
-        x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],           # (B, 1, E)     the class token
-                       z[:, 1:] + pos[ids_keep],                           # (B, K, E)     what is known, at its places
-                       self.mask_token + pos[ids_mask]], dim=1)            # (B, M, E)     one token for all that is hidden
+        """Encoded tokens z (B,1+K,D) -> predictions (B,L,p*p*C) in noise order: the K visible
+        patches, then the M hidden ones."""
+        pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
+        z = self.decoder_embed(z)                                      # (B, 1+K, E)
+        x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
+                       z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
+                       self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) what is hidden
         for block in self.decoder_blocks:
-            x = block(x)                                                   # (B, 1+L, E)
-        return self.decoder_pred(self.decoder_norm(x[:, 1:]))              # (B, L, p*p*C)
+            x = block(x)                                               # (B, 1+L, E)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
 
     def run(self, images, noise, mask_ratio):
-        """Mask, encode, decode -> predictions (B,L,p*p*C) in noise order, and masking()'s ids_keep, ids_mask, mask."""
+        """Mask, encode, decode -> predictions as decode, and masking()'s ids_keep, ids_mask, mask."""
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
-        return self.decode(self.encode(images, ids_keep), ids_keep, ids_mask), ids_keep, ids_mask, mask
+        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask)
+        return pred, ids_keep, ids_mask, mask
 
     def forward(self, images, noise=None):
-        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32 scalar, and {"loss"}, detached."""
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
+        scalar, and {"loss"}, detached: the mean squared error of the hidden patches."""
         pred, ids_keep, ids_mask, _ = self.run(images, noise, self.mask_ratio)
-        pred = pred[:, ids_keep.shape[1]:].float()                         # (B, M, p*p*C)  the loss is on hidden patches only
-        target = take(patchify(images, self.encoder.patch_size), ids_mask).float()          # (B, M, p*p*C)
+        pred = pred[:, ids_keep.shape[1]:].float()                     # (B, M, p*p*C)
+        target = take(patchify(images, self.encoder.patch_size), ids_mask).float()  # the same
         if self.norm_pix_loss:
             target = normalize_patches(target)[0]
-        loss = (pred - target).square().mean()                             # every image hides M patches: one plain mean
+        loss = (pred - target).square().mean()                         # each image hides M patches
         return loss, {"loss": loss.detach()}
 
     def predict(self, images, noise):
-        """All patches (B,L,p*p*C) in raster order, in the space of the loss; it never trained the visible ones' rows."""
+        """All patches (B,L,p*p*C) in raster order and in the space of the loss, which has trained
+        the rows of the hidden ones only."""
         pred, ids_keep, ids_mask, _ = self.run(images, noise, self.mask_ratio)
         return take(pred, torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1))
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Paint the hidden patches of images (B,C,H,W), normalised -> images with the visible ones copied, mask (B,L).
+        """Images (B,C,H,W), normalised, with their hidden patches painted, and the mask (B,L).
 
-        With `norm_pix_loss` a prediction has no brightness or contrast of its own: it gets the true patch's mean and variance, which
-        a reader must know when looking (and PSNR flatters); `leak_free=True` takes those of the visible pixels of the image.
-        `mask_ratio` is for this call only. ValueError if noise is a 0/1 mask whose count of zeros is not what mask_ratio shows."""
+        With `norm_pix_loss` a prediction lacks its patch's mean and variance. They are taken from
+        the true patch, which flatters picture and PSNR, or, `leak_free`, from all visible pixels
+        of the image. `mask_ratio` replaces the model's in this call. ValueError if noise is a 0/1
+        mask that shows another number of patches than mask_ratio does."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         if noise is not None:
             check_mask(noise, mask_ratio)
         pred, ids_keep, ids_mask, mask = self.run(images, noise, mask_ratio)
-        pred = pred[:, ids_keep.shape[1]:].float()                         # (B, M, p*p*C)
-        patches = patchify(images, self.encoder.patch_size).float()        # (B, L, p*p*C)
+        pred = pred[:, ids_keep.shape[1]:].float()                     # (B, M, p*p*C)
+        patches = patchify(images, self.encoder.patch_size).float()    # (B, L, p*p*C)
         if self.norm_pix_loss:
-            known = take(patches, ids_keep).flatten(1)[:, None] if leak_free else take(patches, ids_mask)
-            _, mean, std = normalize_patches(known)                        # (B, 1, 1), or (B, M, 1) of the truth
+            known = take(patches, ids_mask)                            # (B, M, p*p*C) the truth
+            if leak_free:
+                known = take(patches, ids_keep).flatten(1)[:, None]    # (B, 1, K*p*p*C)
+            _, mean, std = normalize_patches(known)
             pred = pred * std + mean
-        patches = patches.scatter(1, ids_mask[..., None].expand_as(pred), pred)             # (B, L, p*p*C)
+        patches = patches.scatter(1, ids_mask[..., None].expand_as(pred), pred)
         return unpatchify(patches, self.encoder.patch_size, self.encoder.grid), mask

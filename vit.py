@@ -1,7 +1,9 @@
-"""A small Vision Transformer, and what three or more of the methods share: patches, positions, masking, released names.
+"""A small Vision Transformer and what three or more methods share: patches, positions, masking,
+released names. Nothing here knows a method.
 
-ViT: Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021), pre-norm, with the fixed sin-cos positions, the initialisation
-and the masking by noise of He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022). Nothing here knows a method.
+Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021), with the fixed positions, the
+initialisation and the masking by noise of He et al., Masked Autoencoders Are Scalable Vision
+Learners (CVPR 2022).
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p patch side
     images (B,C,H,W)   patches (B,L,p*p*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
@@ -16,7 +18,7 @@ from torchvision.ops import StochasticDepth
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-SIZES = {  # width, depth, heads: micro is ours, made for a CPU; tiny and small are DeiT's (Table 1); the rest ViT's (Table 1)
+SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, huge: ViT Table 1
     "micro": dict(dim=64, depth=4, heads=2),
     "tiny": dict(dim=192, depth=12, heads=3),
     "small": dict(dim=384, depth=12, heads=6),
@@ -26,30 +28,38 @@ SIZES = {  # width, depth, heads: micro is ours, made for a CPU; tiny and small 
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------- patches
+# ------------------------------------------------------------------------------------------ patches
 
 def pair(size):
     """An int or an (H, W) pair as an (H, W) tuple."""
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
+def grid_of(img_size, patch_size, **_):
+    """The grid (h, w) of patches, from ints or (H, W) pairs. ValueError unless they fit."""
+    (H, W), (p, q) = pair(img_size), pair(patch_size)
+    if min(H, W, p, q) < 1 or H % p or W % q:
+        raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
+    return (H // p, W // q)
+
+
 def patchify(images, patch_size):
-    """Cut images (B,C,H,W) into patches (B,L,p*p*C): raster order; within one, row, column, channel (the fastest)."""
+    """Images (B,C,H,W) -> patches (B,L,p*p*C) in raster order; channel fastest."""
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     if H % p or W % q:
-        raise ValueError(f"images of {H}x{W} pixels are not a multiple of patch_size {p}x{q}")
-    x = images.reshape(B, C, H // p, p, W // q, q)                         # (B, C, h, p, w, q)
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)           # (B, h*w, p*q*C)
+        raise ValueError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
+    x = images.reshape(B, C, H // p, p, W // q, q)                     # (B, C, h, p, w, q)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, h*w, p*q*C)
 
 
 def unpatchify(patches, patch_size, grid):
-    """The inverse of patchify: patches (B,L,p*p*C) on a grid (h, w) become images (B,C,h*p,w*p)."""
+    """patchify's inverse: patches (B,L,p*p*C) of a grid (h, w) -> images (B,C,h*p,w*p)."""
     (h, w), (p, q) = grid, pair(patch_size)
     if patches.shape[1] != h * w or patches.shape[2] % (p * q):
-        raise ValueError(f"patches of shape {tuple(patches.shape)} do not fit a grid of {h}x{w} and patch_size {p}x{q}")
-    x = patches.reshape(-1, h, w, p, q, patches.shape[2] // (p * q))       # (B, h, w, p, q, C)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)   # (B, C, H, W)
+        raise ValueError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
+    x = patches.reshape(-1, h, w, p, q, patches.shape[2] // (p * q))   # (B, h, w, p, q, C)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
 
 
 def take(x, ids):
@@ -58,88 +68,86 @@ def take(x, ids):
 
 
 def normalize_patches(patches):
-    """Each patch (..., p*p*C) with zero mean and unit variance, and its mean and standard deviation (..., 1). MAE, Sec. 4.1.
-
-    The variance is the unbiased one and gets 1e-6 for flat patches, as released: patches == normalized * std + mean."""
+    """Patches (B,L,N) each of mean 0 and variance 1, and the mean and std (B,L,1) that they had.
+    The variance is unbiased, plus 1e-6, as released: patches = normalized * std + mean."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     std = (var + 1e-6).sqrt()
     return (patches - mean) / std, mean, std
 
 
-# -------------------------------------------------------------------------------------------------------------- positions
+# ---------------------------------------------------------------------------------------- positions
 
 def sincos_pos_embed(dim, grid):
-    """Fixed sin-cos positions (1,1+L,dim) of a grid (h, w); row 0, the class token's, is zero. ValueError unless dim % 4 == 0.
-
-    The first half of the channels encodes the column, the second half the row, each as [sin | cos] at dim/4 frequencies."""
+    """Fixed positions (1,1+L,dim) of a grid (h, w); row 0, the class token's, is zero. The first
+    half of the channels has the column, the second the row, each [sin | cos] of dim/4 frequencies.
+    ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"sin-cos positions need a width that is a multiple of 4, not {dim}")
-    row, col = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")         # (h, w) each
-    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))                      # (dim/4,)
-    col, row = (x.reshape(-1, 1) * frequency for x in (col, row))                                           # (L, dim/4)
-    table = torch.cat([col.sin(), col.cos(), row.sin(), row.cos()], dim=1)                                  # (L, dim)
-    return F.pad(table, (0, 0, 1, 0))[None].float()                                                         # (1, 1+L, dim)
+    row, col = torch.meshgrid(*(torch.arange(n).double() for n in grid), indexing="ij")  # (h, w)
+    frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
+    col, row = (x.reshape(-1, 1) * frequency for x in (col, row))      # (L, dim/4)
+    table = torch.cat([col.sin(), col.cos(), row.sin(), row.cos()], dim=1)  # (L, dim)
+    return F.pad(table, (0, 0, 1, 0))[None].float()                    # (1, 1+L, dim)
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):
-    """Positions (1,1+L,D) of one grid (h, w) interpolated (bicubic, as MAE's fine-tuning) to another; row 0 is kept."""
-    cls, table = pos_embed[:, :1], pos_embed[:, 1:]
-    table = table.reshape(1, *grid, -1).permute(0, 3, 1, 2)                                                 # (1, D, h, w)
+    """Positions (1,1+L,D) of a grid (h, w) -> of another, bicubic as in MAE's fine-tuning."""
+    table = pos_embed[:, 1:].reshape(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
     table = F.interpolate(table, size=tuple(new_grid), mode="bicubic", align_corners=False)
-    return torch.cat([cls, table.flatten(2).transpose(1, 2)], dim=1)                                        # (1, 1+L', D)
+    return torch.cat([pos_embed[:, :1], table.flatten(2).transpose(1, 2)], dim=1)  # (1, 1+L', D)
 
 
-# ---------------------------------------------------------------------------------------------------------------- masking
+# ------------------------------------------------------------------------------------------ masking
 
 def visible_count(L, mask_ratio):
-    """K, the number of visible patches of L: truncated, as released (L 225 at 0.8 keeps 44). ValueError where K is 0 or L."""
+    """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
+    ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
     K = int(L * (1 - mask_ratio))
     if not (0 < mask_ratio < 1 and 0 < K < L):
-        raise ValueError(f"mask_ratio {mask_ratio} leaves {K} of {L} patches visible: it lies between 0 and 1, "
-                         "and at least one patch must be visible and one hidden")
+        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: it must be between 0 "
+                         f"and 1 and leave at least one visible and one hidden")
     return K
 
 
 def mask_noise(kind, B, grid, device=None, generator=None):
-    """Noise (B,L) that masking() ranks: the lowest are visible.
-
-    "random": uniform. "grid": one of every four patches, at even rows and columns, ranks first (MAE Figure 6, CrossMAE
-    Table 15). "block": rectangles of 10-40% of the image are hidden one after another (after BEiT), so that whole regions are."""
+    """Noise (B,L) for masking(), where the lowest are visible. "random": uniform. "grid": one of
+    every four patches, at even rows and columns, comes first (MAE Figure 6, CrossMAE Table 15).
+    "block": rectangles of 10 to 40% of the image are hidden one after the other, as BEiT's."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
-        noise = noise + ((row % 2)[:, None] | (col % 2)[None])                                              # (B, h, w)
+        noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16
-        area, log_ratio, y, x = torch.rand(4, B, n, 1, device=device, generator=generator)                  # (B, n, 1) each
-        side = (0.1 + 0.3 * area).sqrt()
-        ratio = ((2 * log_ratio - 1) * math.log(3.3) / 2).exp()                                             # BEiT: 0.3 to 3.3
-        rows = ((row + 0.5) / h - y).abs() < side * ratio / 2                                               # (B, n, h)
-        cols = ((col + 0.5) / w - x).abs() < side / ratio / 2                                               # (B, n, w)
-        order = torch.arange(n, 0, -1, device=device).view(n, 1, 1)
-        noise = noise + (rows[..., None] & cols[:, :, None]).mul(order).amax(1)                             # (B, h, w)
+        n = 16                                                         # enough to cover it all
+        draws = torch.rand(4, B, n, 1, device=device, generator=generator)
+        area, ratio, y, x = 0.1 + 0.3 * draws[0], 0.3 ** (2 * draws[1] - 1), draws[2], draws[3]
+        rows = ((row + 0.5) / h - y).abs() < (area * ratio).sqrt() / 2  # (B, n, h)
+        cols = ((col + 0.5) / w - x).abs() < (area / ratio).sqrt() / 2  # (B, n, w)
+        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is hidden most
+        noise = noise + (rows[..., None] & cols[:, :, None]).mul(rank).amax(1)  # (B, h, w)
     elif kind != "random":
         raise ValueError(f"mask {kind!r} is not one of random, grid, block")
-    return noise.flatten(1)                                                                                 # (B, L)
+    return noise.flatten(1)                                            # (B, L)
 
 
 def masking(noise, mask_ratio):
-    """Rank noise (B,L): the K lowest are visible -> ids_keep (B,K), ids_mask (B,L-K), both in noise order, mask (B,L), 1 = hidden."""
+    """Rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and ids_mask (B,L-K) in the
+    order of the noise, and mask (B,L), 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
     ids_keep, ids_mask = noise.argsort(dim=1, stable=True).tensor_split([K], dim=1)
     return ids_keep, ids_mask, torch.ones_like(noise).scatter(1, ids_keep, 0)
 
 
 def check_mask(noise, mask_ratio):
-    """ValueError if noise (B,L) is a caller's own mask (0 visible, 1 hidden) whose zeros are not the K that mask_ratio leaves."""
-    zeros, K = (noise == 0).sum(1), visible_count(noise.shape[1], mask_ratio)
-    if ((noise == 0) | (noise == 1)).all() and (zeros != K).any():
-        raise ValueError(f"the mask shows {zeros[zeros != K][0]} patches, but mask_ratio {mask_ratio} "
-                         f"shows {K} of {noise.shape[1]}")
+    """ValueError if noise (B,L) is a mask (0 visible, 1 hidden) that does not show K patches."""
+    shown, K = (noise == 0).sum(1), visible_count(noise.shape[1], mask_ratio)
+    if ((noise == 0) | (noise == 1)).all() and (shown != K).any():
+        raise ValueError(f"the mask shows {shown[shown != K][0]} of {noise.shape[1]} patches, "
+                         f"mask_ratio {mask_ratio} shows {K}")
 
 
-# ----------------------------------------------------------------------------------------------------------- the transformer
+# ---------------------------------------------------------------------------------- the transformer
 
 class Attention(nn.Module):
     """Multi-head self-attention, (B,N,dim) -> (B,N,dim)."""
@@ -155,9 +163,9 @@ class Attention(nn.Module):
     def forward(self, x):
         B, N, D = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.heads, D // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                               # (B, heads, N, D/heads) each
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                           # (B, heads, N, D/heads) each
         x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(B, N, D))               # (B, N, D)
+        return self.proj(x.transpose(1, 2).reshape(B, N, D))           # (B, N, D)
 
 
 class MLP(nn.Module):
@@ -173,7 +181,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; `drop_path` drops each branch of an image with that probability while training."""
+    """A pre-norm block; in training, drop_path is the probability that an image skips a branch."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -189,7 +197,7 @@ class Block(nn.Module):
 
 
 def init_weights(module):
-    """MAE's initialisation, for `module.apply`: Linear xavier-uniform (qkv as one matrix) and bias 0; LayerNorm's is torch's."""
+    """MAE's initialisation, for `apply`: linear layers xavier (qkv as one matrix), bias 0."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
@@ -197,39 +205,36 @@ def init_weights(module):
 
 
 class ViT(nn.Module):
-    """The encoder. `model(images)` gives tokens (B,1+L,dim), the class token first; deterministic, no masking unless asked.
+    """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing.
 
     Args:
-        img_size, patch_size: int or (H, W), in pixels; ValueError unless the one is a multiple of the other
-        in_chans, dim, depth, heads, mlp_ratio: channels, width, blocks, attention heads, hidden width of the MLP over dim
-        norm: a LayerNorm after the last block; False where nothing after the encoder needs it
-        drop_path: stochastic depth of the last block, growing linearly from 0 at the first (fine-tuning)
+        img_size, patch_size: int or (H, W) in pixels; ValueError if they do not fit
+        in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
+        mlp_ratio: hidden width of the MLPs over dim
+        norm: a LayerNorm after the last block; False where nothing after it needs one
+        drop_path: stochastic depth of the last block, rising on a line from 0 at the first
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mlp_ratio=4.0, norm=True, drop_path=0.0):
         super().__init__()
-        self.img_size, self.patch_size, self.in_chans, self.dim = pair(img_size), pair(patch_size), in_chans, dim
-        (H, W), (p, q) = self.img_size, self.patch_size
-        if min(H, W, p, q, in_chans, dim, heads) < 1 or depth < 0:
-            raise ValueError(f"img_size {img_size}, patch_size {patch_size}, in_chans {in_chans}, dim {dim}, depth {depth} "
-                             f"and heads {heads} must be positive")
-        if H % p or W % q:
-            raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
-        self.grid = (H // p, W // q)
-        self.num_patches = self.grid[0] * self.grid[1]
+        self.grid = grid_of(img_size, patch_size)
+        self.img_size, self.patch_size = pair(img_size), pair(patch_size)
+        self.in_chans, self.dim = in_chans, dim
+        self.num_patches = math.prod(self.grid)
 
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim).normal_(std=0.02))
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(in_chans, dim, (p, q), (p, q))})
+        proj = nn.Conv2d(in_chans, dim, self.patch_size, self.patch_size)
+        self.patch_embed = nn.ModuleDict({"proj": proj})               # its bias is torch's
         drops = torch.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
         self.apply(init_weights)
-        nn.init.xavier_uniform_(self.patch_embed["proj"].weight.view(dim, -1))   # as a (D, C*p*q) matrix; its bias is torch's
+        nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
     def mask(self, images, noise, mask_ratio):
-        """masking() of a noise (B,L); None draws a random one. ValueError unless its shape is the images' (B,L)."""
+        """masking() of noise (B,L; None: random), or ValueError if it does not fit the images."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -238,20 +243,21 @@ class ViT(nn.Module):
         return masking(noise, mask_ratio)
 
     def embed(self, images, ids_keep=None):
-        """Patches and positions (B,L,D), or (B,K,D) of the patches ids_keep (B,K): a hidden patch is never embedded."""
+        """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise ValueError(f"images of shape {tuple(images.shape)} for a model of {self.in_chans}x{self.img_size[0]}x"
-                             f"{self.img_size[1]} images")
+            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
+                             f"{(self.in_chans, *self.img_size)}")
         patches, pos = patchify(images, self.patch_size), self.pos_embed[:, 1:]
         if ids_keep is not None:
-            patches, pos = take(patches, ids_keep), pos[0][ids_keep]       # (B, K, p*q*C), (B, K, D)
-        proj = self.patch_embed["proj"]                                    # a convolution by name, a matrix product at work
-        return F.linear(patches, proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1), proj.bias) + pos
+            patches, pos = take(patches, ids_keep), pos[0][ids_keep]   # (B, K, p*q*C), (B, K, D)
+        proj = self.patch_embed["proj"]                                # a convolution by name only
+        weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
+        return F.linear(patches, weight, proj.bias) + pos
 
     def layers(self, tokens):
-        """Prepend [CLS] to tokens (B,K,D); the blocks' input and every block's raw output: depth + 1 of (B,1+K,D)."""
+        """[CLS] before tokens (B,K,D), and each block's raw output: depth + 1 of (B,1+K,D)."""
         cls = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
-        maps = [torch.cat([cls, tokens], dim=1)]                           # (B, 1+K, D)
+        maps = [torch.cat([cls, tokens], dim=1)]                       # (B, 1+K, D)
         for block in self.blocks:
             maps.append(block(maps[-1]))
         return maps
@@ -264,19 +270,51 @@ class ViT(nn.Module):
         return self.encode(self.embed(images, ids_keep))
 
 
-# ---------------------------------------------------------------------------------------------------------- released names
+# ----------------------------------------------------------------------------------- released names
 
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
-DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")     # what else released files hold
+DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")
 
 
 def from_released(state):
-    """A released state dict (MAE's, CrossMAE's, timm's vit_*; with or without its outer "model") in this project's names:
-    the encoder's get the prefix `encoder.`, the decoder's and the head's are the same."""
-    state = state.get("model", state)
-    return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value for name, value in state.items()}
+    """A released state dict (MAE's, CrossMAE's, timm's vit_*; with or without its outer "model") in
+    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are."""
+    return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
+            for name, value in state.get("model", state).items()}
 
 
 def to_released(model):
-    """The state dict of a model with an `encoder`, in the released names: the inverse of from_released."""
+    """The state dict of a model with an `encoder` in released names: from_released's inverse."""
     return {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
+
+
+def transfer(model, state, grid=None):
+    """Start `model` from the encoder in a state dict of our names, and from the rest of it (decoder
+    or head) if all of that fits. Positions of another `grid` (None: square) are interpolated.
+
+    Returns lines that say what was not taken over. ValueError lists every key that does not fit."""
+    own, notes, name = model.state_dict(), [], "encoder.pos_embed"
+    rest, own_rest = ({k: v.shape for k, v in d.items() if not k.startswith("encoder.")}
+                      for d in (state, own))
+    if rest != own_rest:
+        unknown = rest.keys() - {k for k in rest if grid or k.startswith(DECODER_NAMES)}
+        state = {k: v for k, v in state.items() if k not in rest or k in unknown}
+        own = {k: v for k, v in own.items() if k not in own_rest}
+        for verb, keys in (("not taken over", rest.keys() - unknown), ("fresh", own_rest)):
+            notes += [f"{verb}: {', '.join(sorted({k.split('.')[0] for k in keys}))}"] * bool(keys)
+    if name in state and state[name].shape[1] != own[name].shape[1]:
+        grid = grid or (math.isqrt(state[name].shape[1] - 1),) * 2
+        if math.prod(grid) == state[name].shape[1] - 1:
+            state = {**state, name: resize_pos_embed(state[name], grid, model.encoder.grid)}
+            notes.append(f"positions interpolated from {grid} to {model.encoder.grid} patches")
+    errors = [f"{k} is {tuple(state[k].shape)}, here {tuple(own[k].shape)}"
+              for k in own.keys() & state.keys() if state[k].shape != own[k].shape]
+    for k in own.keys() ^ state.keys():
+        if k.startswith("encoder.norm."):                  # which only some models have
+            notes.append(f"{'fresh' if k in own else 'not taken over'}: {k}")
+        else:
+            errors.append(f"{k} is {'missing' if k in own else 'left over'}")
+    if errors:
+        raise ValueError(f"does not fit this model: {'; '.join(sorted(errors))}")
+    model.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+    return sorted(notes)
