@@ -40,7 +40,7 @@ METHODS = {"mae": MAE}
 # ---------------------------------------------------------------------------------------- options
 
 LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_lr=0, crop=0.01,
-             weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1)
+             weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,7 +127,7 @@ def add_options(parser, recipe, doc):
     option("--runs", default="runs", help="folder of all runs")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
-    add_values(parser, {"lr": 0.0, **recipe}, doc)
+    add_values(parser, {"lr": 0.0, "momentum": 0.9, **recipe}, doc)
     option("--min_lr", type=float, default=0.0, help="where the cosine ends")
     option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
     option("--accum", type=int, default=1, help="pieces in which a batch is computed")
@@ -145,7 +145,7 @@ def settle(args, values):
     rate = vars(args).keys() & {"lr", "blr"} or {"lr"} & values.keys() or {"blr"}
     values = {name: value for name, value in values.items()
               if name not in {"lr", "blr"} - rate and name not in vars(args)}
-    vars(args).update({"lr": None, **values, **vars(args)})
+    vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
     for name, words in dict(optimizer="adamw adam sgd", schedule="cosine constant").items():
         if getattr(args, name) not in words.split():
             raise ValueError(f"--{name} {getattr(args, name)} is not one of {words}")
@@ -256,8 +256,10 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
             def decode(file):
                 return v2.functional.pil_to_tensor(cover(read_picture(file), img_size))
             with ThreadPoolExecutor() as pool:
-                parts = [(torch.stack([*pool.map(decode, tqdm(files, "reading", leave=False))]),
-                          *rest) for files, *rest in parts]
+                def decode_all(files):
+                    bar = tqdm(files, "reading", leave=False, disable=None)
+                    return torch.stack([*pool.map(decode, bar)])
+                parts = [(decode_all(files), *rest) for files, *rest in parts]
     return *(Split(x.contiguous().to(device) if torch.is_tensor(x) else x, torch.as_tensor(labels),
                    classes) for x, labels, classes in parts), img_size
 
