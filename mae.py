@@ -98,7 +98,7 @@ class MAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
 
     def run(self, images, noise, mask_ratio):
-        """Mask, encode, decode -> predictions as decode, and masking()'s ids_keep, ids_mask, mask."""
+        """Mask, encode, decode -> (B,L,p*p*C) of decode, ids_keep, ids_mask, mask."""
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask)
         return pred, ids_keep, ids_mask, mask

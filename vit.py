@@ -163,8 +163,8 @@ class Attention(nn.Module):
     def forward(self, x):
         B, N, D = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.heads, D // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                           # (B, heads, N, D/heads) each
-        x = F.scaled_dot_product_attention(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))           # (B, heads, N, D/heads) each
+        x = F.scaled_dot_product_attention(q, k, v)                    # the same
         return self.proj(x.transpose(1, 2).reshape(B, N, D))           # (B, N, D)
 
 
