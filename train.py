@@ -16,7 +16,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -40,7 +40,9 @@ METHODS = {"mae": MAE}
 # ---------------------------------------------------------------------------------------- options
 
 LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_lr=0, crop=0.01,
-             weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1)
+             weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
+             mixup=0, cutmix=0, randaug=0)
+SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay")   # from 0 to 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +63,9 @@ class Parser(argparse.ArgumentParser):
         for name, least in LEAST.items():
             if (value := getattr(args, name, None)) is not None and not value >= least:
                 self.error(f"--{name} {value} is less than {least}")
+        for name in SHARES:
+            if not 0 <= getattr(args, name, 0) <= 1:
+                self.error(f"--{name} {getattr(args, name)} is not between 0 and 1")
         return args
 
 
@@ -149,7 +154,9 @@ def settle(args, values):
     for name, words in dict(optimizer="adamw adam sgd", schedule="cosine constant").items():
         if getattr(args, name) not in words.split():
             raise ValueError(f"--{name} {getattr(args, name)} is not one of {words}")
-    if 0 < args.epochs <= args.warmup_epochs:
+    if not isinstance(args.betas, tuple) or len(args.betas) != 2:
+        raise ValueError(f"--betas {args.betas} are not two numbers, as in 0.9,0.95")
+    if 0 < args.epochs < args.warmup_epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
     return "recipe  " + ", ".join(f"{name} {value}" for name, value in values.items())
 
@@ -218,7 +225,6 @@ def list_folder(root):
         raise ValueError(f"--data {root} has {len(files)} pictures, at least 2 are needed")
     code = {file: zlib.crc32(os.path.relpath(file, root).encode()) for file in files}
     val = [file for file in files if code[file] % 20 == 0] or [min(files, key=code.get)]
-    print(f"{root} has no train/: {len(val)} of its {len(files)} pictures are held out for val")
     return [(part, [-1] * len(part), []) for part in (sorted({*files} - {*val}), val)]
 
 
@@ -297,7 +303,8 @@ class Feed:
     def __call__(self, ids, *seeds):
         """Pictures (b,C,H,W), uint8, and labels (b,) on the device for each (b,) of ids."""
         self.keys[:] = [[(*seeds, i) for i in batch.tolist()] for batch in ids]
-        stream = self.loader or (self.split.pictures[batch.to(self.device)] for batch in ids)
+        stream = self.loader or (self.split.pictures[batch.to(self.device, non_blocking=True)]
+                                 for batch in ids)
         for batch, pictures in zip(ids, stream):
             yield (pictures.to(self.device, non_blocking=True),
                    self.split.labels[batch].to(self.device, non_blocking=True))
@@ -338,10 +345,15 @@ def val_batches(split, args, procs, img_size, batch_size=250):
     return ((batch, *pair) for batch, pair in zip(ids, feed(ids, 0)))
 
 
+@lru_cache
+def channels(values, device):
+    """A tuple as (C,1,1) on the device, copied there once: each copy would wait for the device."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
+
+
 def normalize(pictures, model):
     """Pictures 0 ... 255 as the model's input."""
-    mean, std = (torch.tensor(v, device=pictures.device).view(-1, 1, 1)
-                 for v in (model.mean, model.std))
+    mean, std = (channels(values, pictures.device) for values in (model.mean, model.std))
     return (pictures / 255 - mean) / std
 
 
@@ -623,6 +635,7 @@ def describe(args, procs, train, val, model, *lines):
     steps, encoder = len(train.labels) // args.batch_size, model.encoder
     millions, whole = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (encoder, model))
     where = "on the device" if torch.is_tensor(train.pictures) else f"{args.workers} workers"
+    where += "" if train.classes else "; no train/ folder, so val is held out by name"
     if procs.rank == 0:
         print(f"data    {args.data}: {len(train.labels)} train, {len(val.labels)} val, {where}",
               f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder, "

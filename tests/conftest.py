@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,20 @@ def shell(*words, processes=0, cwd, check=True):
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+@contextmanager
+def stopping_after_two(monkeypatch):
+    """Stop the run inside, as Ctrl-C does, once it has saved its second epoch."""
+    save = train.save
+
+    def save_and_stop(path, content):
+        save(path, content)
+        if content["epoch"] == 2:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "save", save_and_stop)
+        yield
 
 
 def same(a, b, **tolerance):

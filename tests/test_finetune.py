@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import finetune
 import train
 from finetune import Classifier, layer_decay_groups
-from tests.conftest import DECODER, ROOT, TINY, same, shell, write_pictures
+from tests.conftest import ROOT, TINY, same, shell, stopping_after_two, write_pictures
 from tests.golden import load, replay, vit_args
 from tests.test_mae import EXPECTED
 from vit import from_released, resize_pos_embed, to_released
@@ -222,21 +222,12 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
     assert same(train.read("runs/b/last.pt")["model"], from_released(tuned))
 
 
-def test_finetuning_resumes(tune):
+def test_finetuning_resumes(tune, monkeypatch):
     words = ["--epochs", "4", "--mixup", "0.8", "--drop_path", "0.2", "--batch_size", "8"]
     straight, _ = tune(*words, name="straight")
-    save = train.save
-
-    def stop(path, content):
-        save(path, content)
-        if content["epoch"] == 2:
-            raise KeyboardInterrupt
-    train.save = stop
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tune(*words, name="stopped")
-    finally:
-        train.save = save
+    with stopping_after_two(monkeypatch):
+        tune(*words, name="stopped")
+    assert train.read("runs/stopped/last.pt")["epoch"] == 2
     assert same(straight["model"], tune(*words, "--resume", name="stopped")[0]["model"])
 
 

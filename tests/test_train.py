@@ -9,7 +9,7 @@ from torchvision.transforms import v2
 
 import train
 from mae import MAE
-from tests.conftest import DECODER, ROOT, TINY, same, shell, write_pictures
+from tests.conftest import DECODER, ROOT, TINY, same, shell, stopping_after_two, write_pictures
 from tests.golden import load
 from vit import from_released, masking, patchify
 
@@ -174,7 +174,7 @@ def test_the_same_seed_is_the_same_run(pretrain):
 @pytest.mark.parametrize("flags", [
     "--blr 1e-2", "--lr 1e-2", "--betas 0.9,0.999", "--weight_decay 0.5", "--warmup_epochs 0", "--crop 1",
     "--no-flip", "--min_lr 1e-3", "--clip_grad 0.01", "--seed 1", "--mask grid", "--mask block", "--epochs 3",
-    "--optimizer adam --weight_decay 0.5", "--optimizer sgd", "--optimizer sgd --momentum 0.5", "--schedule constant", "--mask_ratio 0.5", "--norm_pix_loss",
+    "--optimizer adam --weight_decay 0.5", "--optimizer sgd", "--schedule constant", "--mask_ratio 0.5", "--norm_pix_loss",
     "--decoder_depth 2", "--inter_block_attention", "--dim 32", "--depth 1", "--heads 1", "--batch_size 16",
     "--img_size 32", "--img_size 32,16", "--patch_size 8", "--size tiny", "--amp bf16", "--accum 2 --amp bf16"])
 def test_every_flag_does_something(pretrain, flags):
@@ -186,6 +186,19 @@ def test_every_flag_does_something(pretrain, flags):
         assert plain.keys() == other.keys()
     assert plain.keys() != other.keys() or any(
         plain[k].shape != other[k].shape or not torch.equal(plain[k], other[k]) for k in plain)
+
+
+def test_momentum(pretrain):
+    a, b = (pretrain("--optimizer", "sgd", "--momentum", m, name=m)["model"] for m in ("0.5", "0.9"))
+    assert not same(a, b)
+
+
+def test_a_flat_folder_trains_and_says_that_it_holds_some_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("flat"), "x", 60)
+    train.main(["--data", "flat", *TINY, *DECODER])
+    assert "val is held out by name" in capsys.readouterr().out
+    assert train.read("runs/mae/last.pt")["classes"] == []
 
 
 def test_sizes(pretrain, monkeypatch, tmp_path):
@@ -221,17 +234,9 @@ def test_two_processes_are_one(pretrain, folder, tmp_path):
 
 def test_resuming_is_not_having_stopped(pretrain, monkeypatch):
     straight = pretrain("--epochs", "4", name="straight")
-    save = train.save
-
-    def stop_after_two(path, content):
-        save(path, content)
-        if content["epoch"] == 2:
-            raise KeyboardInterrupt
-    monkeypatch.setattr(train, "save", stop_after_two)
-    with pytest.raises(KeyboardInterrupt):
+    with stopping_after_two(monkeypatch):
         pretrain("--epochs", "4", name="stopped")
-    monkeypatch.undo()
-    monkeypatch.chdir(Path(straight["flags"]["runs"]).absolute().parent)
+    assert train.read("runs/stopped/last.pt")["epoch"] == 2
     resumed = pretrain("--epochs", "4", "--resume", name="stopped")
     assert same(straight["model"], resumed["model"])
     for a, b in zip(straight["optimizer"]["state"].values(), resumed["optimizer"]["state"].values()):
@@ -320,6 +325,9 @@ def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain
     ("--epochs -1", ["--epochs -1 is less than 0"]),
     ("--batch_size 0", ["--batch_size 0 is less than 1"]),
     ("--crop 0", ["--crop 0.0 is less than"]),
+    ("--crop 1.5", ["--crop 1.5 is not between 0 and 1"]),
+    ("--betas 0.9", ["--betas (0.9,) are not two numbers"]),
+    ("--betas 0.9,2.0", ["beta"]),
     ("--mask stripes", ["--mask", "stripes"]),
     ("--optimizer lion", ["--optimizer lion is not one of adamw adam sgd"]),
     ("--img_size 16,16,16", ["--img_size", "16,16,16"]),
