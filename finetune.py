@@ -192,7 +192,8 @@ def run(args):
     if not train.classes:
         raise ValueError(f"--data {args.data} has no labels: class folders in train/ and val/ do")
     taken = settle(args, (SMALL_RECIPES if max(img_size) <= 64 else RECIPES)[args.mode])
-    args.lr = args.lr or args.blr * args.batch_size / 256
+    if args.lr is None:
+        args.lr = args.blr * args.batch_size / 256
     source = Path(args.checkpoint).parent.name if args.checkpoint else args.size or "micro"
     args.name = args.name or f"{source}_{args.mode}"
 

@@ -335,10 +335,11 @@ def crop_batch(pictures, rows, args, generator):
 
 
 def val_batches(split, args, procs, img_size, batch_size=250):
-    """Index (b,), pictures and labels of at most --eval_images, evenly spread, each on one process:
-    the middle of the picture, as torchvision's 224 of 256."""
+    """Index (b,), pictures and labels of at most --eval_images, evenly spread and well mixed, each
+    on one process: the middle of the picture, as torchvision's 224 of 256."""
     n = len(split.labels)
     ids = torch.linspace(0, n - 1, min(n, args.eval_images), dtype=torch.float64).long()
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
     ids = ids[procs.rank::procs.world].split(batch_size)
     middle = v2.Compose([partial(cover, img_size=img_size, border=1 / 16), v2.PILToTensor()])
     feed = Feed(split, args, procs, None if torch.is_tensor(split.pictures) else middle)
@@ -658,7 +659,8 @@ def run(args):
     torch.manual_seed(args.seed)
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
     model = cls(**config).to(procs.device)
-    args.lr = args.lr or args.blr * args.batch_size / 256 * model.lr_scale
+    if args.lr is None:
+        args.lr = args.blr * args.batch_size / 256 * model.lr_scale
     notes = initialize(model, args.init) if args.init else []
     describe(args, procs, train, val, model, taken, *notes)
     folder, stream = Path(args.runs, args.name), not torch.is_tensor(train.pictures)
