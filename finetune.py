@@ -161,10 +161,12 @@ def read_sizes(path, heads=None):
         sizes, state = content["config"], content["model"]
         more, data = dict(mean=content["mean"], std=content["std"]), content["flags"]["data"]
     else:                                                  # a released one: read it off the shapes
-        state, data = from_released(content), None
         try:
+            state, data = from_released(content), None
             dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
             side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from None
         except KeyError as error:
             raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
         heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)

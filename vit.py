@@ -278,9 +278,14 @@ DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "he
 
 def from_released(state):
     """A released state dict (MAE's, CrossMAE's, timm's vit_*; with or without its outer "model") in
-    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are."""
+    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are.
+    ValueError if something in it is no tensor."""
+    state = state.get("model", state)
+    for name, value in state.items():
+        if not torch.is_tensor(value):
+            raise ValueError(f"is not a state dict: its {name} is a {type(value).__name__}")
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
-            for name, value in state.get("model", state).items()}
+            for name, value in state.items()}
 
 
 def to_released(model):
@@ -302,9 +307,10 @@ def transfer(model, state, grid=None):
         own = {k: v for k, v in own.items() if k not in own_rest}
         for verb, keys in (("not taken over", rest.keys() - unknown), ("fresh", own_rest)):
             notes += [f"{verb}: {', '.join(sorted({k.split('.')[0] for k in keys}))}"] * bool(keys)
-    if name in state and state[name].shape[1] != own[name].shape[1]:
-        grid = grid or (math.isqrt(state[name].shape[1] - 1),) * 2
-        if math.prod(grid) == state[name].shape[1] - 1:
+    if name in state:
+        L = state[name].shape[1] - 1
+        grid = grid or (math.isqrt(L),) * 2
+        if grid != model.encoder.grid and math.prod(grid) == L:
             state = {**state, name: resize_pos_embed(state[name], grid, model.encoder.grid)}
             notes.append(f"positions interpolated from {grid} to {model.encoder.grid} patches")
     errors = [f"{k} is {tuple(state[k].shape)}, here {tuple(own[k].shape)}"

@@ -242,6 +242,17 @@ def test_transfer_lists_every_key_that_does_not_fit():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())   # and changes nothing
 
 
+def test_other_dictionaries_are_refused():
+    with pytest.raises(ValueError, match="is not a state dict: its epoch is a int"):
+        from_released({"cls_token": torch.zeros(1, 1, 4), "epoch": 3})
+
+
+def test_as_many_patches_on_another_grid_are_interpolated():
+    one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2) for size in ((8, 32), (16, 16)))
+    notes = transfer(other, one.state_dict(), one.encoder.grid)
+    assert "positions interpolated from (2, 8) to (4, 4) patches" in notes
+
+
 def test_transfer_interpolates_positions():
     state, _ = released()
     model = MAE(48, 8, 3, 32, 3, 4, decoder_dim=24, decoder_depth=2, decoder_heads=4)
