@@ -6,8 +6,8 @@ Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the re
 Data, processes, checkpoints and the loop are train.py's.
 
 Where paper and released code differ, or torchvision does from both, and what is done here:
-  1. The papers' RandAugment (9, 0.5) varies its magnitude and counts 10 bins; torchvision's
-     is fixed and counts 31, of which 11 means the same.
+  1. The papers' RandAugment (9, 0.5) varies its magnitude around 9 of 10; torchvision's is fixed
+     and counts to 30, so that 27 is as strong.
   2. Erased rectangles (released code only) get the mean colour; there they get noise.
   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
   4. Mean pooling leaves out the class token, as released. HyperMAE's text pools all tokens.
@@ -23,13 +23,13 @@ from torch import nn
 from torchvision.transforms import v2
 
 from train import (RECIPE, Feed, Parser, add_options, command, crop_batch, crop_transform, describe,
-                   fit, initialize, mean_over_processes, normalize, open_data, read, settle,
-                   start_processes, val_batches, vit_config)
+                   drawing_from, first_options, fit, initialize, mean_over_processes, normalize,
+                   open_data, read, settle, start_processes, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, from_released
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
-    batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=11, erasing=0.25,
+    batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
     mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)
 PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
 LINEAR = dict(  # MAE Table 10, with SGD for LARS
@@ -42,11 +42,11 @@ SMALL_RECIPES = {mode: {**recipe, **SMALL, **({} if mode == "linear" else {"lr":
                  for mode, recipe in RECIPES.items()}
 
 WORDS = RECIPE + """
-    randaug: magnitude of RandAugment in torchvision's 31 bins (11: the papers' 9); 0: none
+    randaug: magnitude of RandAugment, up to 30 (27: the papers' 9 of 10); 0: none
     erasing: probability of erasing a rectangle
     mixup: a of Beta(a, a), the weights of MixUp; 0: none
     cutmix: a of Beta(a, a), the areas of CutMix; 0: none
-    mix_ratio: this much of each picture and the rest of another (i-MAE Table 4); 0: unmixed
+    mix_ratio: share of a picture, the rest is another (i-MAE Table 4), not mixup and cutmix; 0: all
     smoothing: label smoothing
     drop_path: stochastic depth of the last block
     layer_decay: the rate of a layer over that of the next one
@@ -111,11 +111,11 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         part = name.removeprefix("encoder.").split(".")
         embedding = part[0] in ("cls_token", "pos_embed", "patch_embed")
         layer = 0 if embedding else int(part[1]) + 1 if part[0] == "blocks" else n
-        decay = weight_decay if p.ndim > 1 and part[0] not in ("cls_token", "pos_embed") else 0.0
+        decays = p.ndim > 1 and part[0] not in ("cls_token", "pos_embed")
         if p.requires_grad:
-            scale = layer_decay ** (n - layer)
-            group = dict(params=[], weight_decay=decay, lr_scale=scale)
-            groups.setdefault((layer, decay), group)["params"].append(p)
+            group = dict(params=[], weight_decay=weight_decay * decays,
+                         lr_scale=layer_decay ** (n - layer))
+            groups.setdefault((layer, decays), group)["params"].append(p)
     return [*groups.values()]
 
 
@@ -123,7 +123,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 def evaluate(score, val, args, procs, img_size):
     """{"top1", "top5"} of val in percent, where score(pictures) -> (b,classes)."""
     sums, count = {"top1": 0, "top5": 0}, 0
-    for _, pictures, labels in val_batches(val, args, procs, img_size):
+    for _, pictures, labels in val_batches(val, args, procs, img_size, args.eval_images):
         scores = score(pictures)
         right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
@@ -139,7 +139,7 @@ def knn(model, train, args, procs, img_size, temperature=0.07):
     def embed(pictures):
         return F.normalize(model.features(normalize(pictures, model)).float(), dim=1)  # (b, D)
     parts = [(embed(pictures), labels) for _, pictures, labels in
-             val_batches(train, args, procs, img_size)]
+             val_batches(train, args, procs, img_size, most=len(train.labels))]
     bank, labels = (torch.cat(part) for part in zip(*parts))           # (N, D), (N,)
     if procs.world > 1:
         parts = [None] * procs.world
@@ -165,8 +165,6 @@ def read_sizes(path, heads=None):
             state, data = from_released(content), None
             dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
             side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
-        except ValueError as error:
-            raise ValueError(f"{path} {error}") from None
         except KeyError as error:
             raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
         heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)
@@ -196,7 +194,9 @@ def run(args):
     taken = settle(args, (SMALL_RECIPES if max(img_size) <= 64 else RECIPES)[args.mode])
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256
-    source = Path(args.checkpoint).parent.name if args.checkpoint else args.size or "micro"
+    source = args.size or "micro"
+    if args.checkpoint:
+        source = Path(args.checkpoint).absolute().parent.name
     args.name = args.name or f"{source}_{args.mode}"
 
     torch.manual_seed(args.seed)
@@ -207,6 +207,8 @@ def run(args):
               "smoothing": args.smoothing}
     model = Classifier(**config).to(procs.device)
     notes = initialize(model, args.checkpoint) if args.mode != "scratch" else []
+    if args.mode == "knn":
+        args.epochs, taken = 0, f"votes   of {args.k} neighbours"
     describe(args, procs, train, val, model, taken, *notes)
 
     def validate(score=lambda pictures: model.logits(normalize(pictures, model))):
@@ -228,13 +230,17 @@ def run(args):
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
 
+    if mixers and args.mix_ratio:
+        raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
+
     def prepare(rows, pictures, labels, generator):
         pictures = pictures if in_workers else crop_batch(pictures, rows, args, generator)
         images, ratio = normalize(pictures, model), args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
-        return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
+        with drawing_from(generator.initial_seed()):       # the same weights in every process
+            return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
     return fit(args, procs, model, groups, feed, prepare, validate, method="classifier",
@@ -243,13 +249,15 @@ def run(args):
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    parser = Parser("finetune.py", allow_abbrev=False, description="Fine-tune or probe an encoder.")
+    first = first_options("finetune.py", "mode", RECIPES)
+    recipe = RECIPES[first.parse_known_args(argv)[0].mode]
+    parser = Parser("finetune.py", parents=[first], description="Fine-tune or probe an encoder. "
+                    f"For pictures of up to 64 pixels some defaults differ: {SMALL}")
     option = parser.add_argument
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
-    option("--mode", choices=RECIPES, default="finetune")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")
     option("--k", type=int, default=20, help="neighbours of --mode knn")
-    add_options(parser, LINEAR, WORDS)
+    add_options(parser, recipe, WORDS)
     parser.set_defaults(eval_images=2 ** 62)               # all of them
     return command(parser, run, argv)
 

@@ -19,8 +19,8 @@ Where paper and released code differ, and what is done here:
   3. Normalised targets (Sec. 3): the release takes the unbiased variance plus 1e-6, of which the
      paper says nothing. As released.
   4. K is L (1 - mask_ratio) truncated, as released.
-  5. The paper initialises with xavier (Table 8); the patch projection's bias keeps torch's default,
-     as released.
+  5. The paper initialises with xavier (Appendix A.1); the patch projection's bias keeps torch's
+     default, as released.
 """
 
 import torch
@@ -44,7 +44,7 @@ class MAE(nn.Module):
         inter_block_attention: decode a mix of all encoder blocks, not the last (CrossMAE Table 7)
     """
 
-    recipe = dict(  # MAE Table 8, the same as CrossMAE Table 10; 75% masking is the default above
+    recipe = dict(  # MAE Table 8, CrossMAE Table 10; released code: the crop's scale, the flip
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     small = dict(  # ours, for 32x32 pictures; plain pixels need no help when looked at
@@ -73,7 +73,7 @@ class MAE(nn.Module):
         self.apply(init_weights)
 
         self.map_weights = None
-        if inter_block_attention:                                      # N(0, 1/n) (CrossMAE A.3)
+        if inter_block_attention:                                  # CrossMAE Sec. 3.4: N(0, 1/n)
             n = depth + 1                                              # blocks and their input
             self.map_weights = nn.Parameter(torch.empty(n).normal_(std=n ** -0.5))
 

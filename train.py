@@ -1,8 +1,8 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
 From top to bottom: options, data, processes, optimiser, checkpoints, the loop, evaluation, main.
-Randomness is a function of (seed, epoch, step) and is drawn for the whole global batch, of which
-each process takes its rows: N processes are one, and a resumed run is the uninterrupted one.
+Order, crops and masks are functions of (seed, epoch, step), drawn for the whole global batch, of
+which each process takes its rows: N processes are one, a resumed run is the uninterrupted one.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import re
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +47,9 @@ SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay
 
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors that name an unknown flag's method or nearest neighbour."""
+
+    def __init__(self, prog, **kwargs):
+        super().__init__(prog, allow_abbrev=False, **kwargs)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
@@ -84,7 +87,7 @@ def numbers(text):
 def pixels(text):
     """An int, or an (H, W) pair as in 32,48."""
     sides = tuple(int(n) for n in text.split(","))
-    if len(sides) > 2:
+    if len(sides) > 2 or min(sides) < 1:
         raise ValueError
     return sides if len(sides) == 2 else sides[0]
 
@@ -118,13 +121,21 @@ RECIPE = """
 """
 
 
+def first_options(prog, name, choices):
+    """The parser of --method or --mode and the encoder's width, on which other flags depend."""
+    parser = Parser(prog, add_help=False)
+    parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
+    parser.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
+    parser.add_argument("--dim", type=int, help="of the encoder, instead of the size's")
+    return parser
+
+
 def add_options(parser, recipe, doc):
     """The options that train.py and finetune.py share."""
     option = parser.add_argument
     option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
-           "folders, or any pictures, of which 5%% are held out (shapes)")
-    option("--size", choices=SIZES, help="of the encoder (micro)")
-    for name in ("dim", "depth", "heads"):
+           "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
+    for name in ("depth", "heads"):
         option(f"--{name}", type=int, help="of the encoder, instead of the size's")
     option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
     option("--patch_size", type=pixels, help="or H,W (16; small pictures: an eighth of img_size)")
@@ -132,7 +143,9 @@ def add_options(parser, recipe, doc):
     option("--runs", default="runs", help="folder of all runs")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
-    add_values(parser, {"lr": 0.0, "momentum": 0.9, **recipe}, doc)
+    add_values(parser, {"momentum": 0.9, **recipe}, doc)
+    if "lr" not in recipe:
+        option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of blr")
     option("--min_lr", type=float, default=0.0, help="where the cosine ends")
     option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
     option("--accum", type=int, default=1, help="pieces in which a batch is computed")
@@ -240,22 +253,26 @@ def cover(picture, img_size, border=0.0):
 
 
 def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
-    """The train and val Split of `--data name`, and their (H, W). Pictures not larger than that and
-    of less than `memory` bytes in all are kept on the device, others stay files to be streamed."""
+    """The train and val Split of `--data name`, and their (H, W). A folder's pictures, if a sample
+    of 50 is not larger than that and all take less than `memory` bytes, are kept on the device like
+    those of the named data sets, else stay files to be streamed."""
     if name == "shapes":
         img_size = pair(img_size or 32)
         parts = [(*draw_shapes(n, img_size, seed=n), list(SHAPES)) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
         try:
-            sets = [kind("data", train=train, download=True) for train in (True, False)]
+            with first_process_first():
+                sets = [kind("data", train=train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             raise ValueError(f"--data {name} cannot be downloaded, give a folder instead: {error}")
         parts = [(v2.functional.resize(torch.from_numpy(s.data).permute(0, 3, 1, 2), img_size),
                   s.targets, s.classes) for s in sets]
     else:
         parts = list_folder(Path(name))
-        W, H = read_picture(parts[0][0][0]).size
+        files = parts[0][0]
+        sizes = [read_picture(file).size for file in files[::math.ceil(len(files) / 50)]]
+        W, H = (max(sides) for sides in zip(*sizes))
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         total = 3 * math.prod(img_size) * sum(len(files) for files, *_ in parts)
         if H <= img_size[0] and W <= img_size[1] and total < memory:
@@ -275,6 +292,14 @@ def seed_of(*numbers):
     return hash(numbers) % 2 ** 63
 
 
+@contextmanager
+def drawing_from(seed):
+    """What torch draws on the CPU in here depends on the seed and changes nothing outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 class Samples:
     """Pictures for DataLoader's workers. The transform draws from a seed, the key (..., index)."""
 
@@ -283,14 +308,13 @@ class Samples:
 
     def __getitem__(self, key):
         picture = self.pictures[key[-1]]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(*key))
+        with drawing_from(seed_of(*key)):
             return self.transform(read_picture(picture) if isinstance(picture, str) else picture)
 
 
 class Feed:
     """Batches of a split by their indices: out of memory, or with a `transform` (for files: always)
-    through workers that start once, prefetch and pin."""
+    through workers that prefetch, pin and last as long as the Feed."""
 
     def __init__(self, split, args, procs, transform=None):
         self.split, self.device, self.keys, self.loader = split, procs.device, [], None
@@ -298,6 +322,7 @@ class Feed:
             pictures = split.pictures.cpu() if torch.is_tensor(split.pictures) else split.pictures
             self.loader = DataLoader(
                 Samples(pictures, transform), batch_sampler=self.keys, num_workers=args.workers,
+                generator=torch.Generator(),               # or it would draw from torch's own
                 persistent_workers=args.workers > 0, pin_memory=procs.device.type == "cuda")
 
     def __call__(self, ids, *seeds):
@@ -321,7 +346,8 @@ def crop_batch(pictures, rows, args, generator):
     """The same for pictures (b,C,H,W), uint8, on their device, each with draws of its own, where
     torchvision draws once a batch; -> float. Drawn for the global batch, of which these are `rows`.
 
-    Bilinear; a side that would leave the picture is cut to it, where torchvision draws again."""
+    Bilinear; the aspect ratio is relative to the picture's; a side that would leave the picture is
+    cut to it, where torchvision draws again."""
     draws = torch.rand(5, args.batch_size, device=pictures.device, generator=generator)
     area, ratio, y, x, coin = draws[:, rows]                           # (b,) each
     area = args.crop + (1 - args.crop) * area
@@ -331,19 +357,19 @@ def crop_batch(pictures, rows, args, generator):
     w_flipped = torch.where(coin < 0.5 * args.flip, -w, w)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
     points = F.affine_grid(theta, (len(theta), 1, *pictures.shape[2:]), align_corners=False)
-    return F.grid_sample(pictures.float(), points, padding_mode="border", align_corners=False)
+    return F.grid_sample(pictures.float(), points, padding_mode="reflection", align_corners=False)
 
 
-def val_batches(split, args, procs, img_size, batch_size=250):
-    """Index (b,), pictures and labels of at most --eval_images, evenly spread and well mixed, each
-    on one process: the middle of the picture, as torchvision's 224 of 256."""
+def val_batches(split, args, procs, img_size, most, batch_size=250):
+    """Index (b,), pictures and labels of at `most` so many, evenly spread and well mixed, each on
+    one process: the middle of the picture, as torchvision's 224 of 256."""
     n = len(split.labels)
-    ids = torch.linspace(0, n - 1, min(n, args.eval_images), dtype=torch.float64).long()
+    ids = torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).long()
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-    ids = ids[procs.rank::procs.world].split(batch_size)
+    ids = [batch for batch in ids[procs.rank::procs.world].split(batch_size) if len(batch)]
     middle = v2.Compose([partial(cover, img_size=img_size, border=1 / 16), v2.PILToTensor()])
     feed = Feed(split, args, procs, None if torch.is_tensor(split.pictures) else middle)
-    return ((batch, *pair) for batch, pair in zip(ids, feed(ids, 0)))
+    return ((batch, *rest) for batch, rest in zip(ids, feed(ids, 0)))
 
 
 @lru_cache
@@ -372,7 +398,7 @@ def start_processes(name=None):
     except (RuntimeError, AssertionError):                 # an unknown word; a torch without CUDA
         raise ValueError(f"--device {name} is not there: {best} is") from None
     if device.type == "cuda":
-        device = torch.device("cuda", local) if world > 1 else device
+        device = torch.device("cuda", local if world > 1 else device.index or 0)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
     if "RANK" in os.environ:
@@ -380,9 +406,20 @@ def start_processes(name=None):
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
+@contextmanager
+def first_process_first():
+    """The first process of each machine runs what is in here, then the others do."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if dist.is_initialized() and not first:
+        dist.barrier()
+    yield
+    if dist.is_initialized() and first:
+        dist.barrier()
+
+
 def mean_over_processes(sums, count, procs):
     """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
-    total = torch.tensor([*(value.item() for value in sums.values()), count], dtype=torch.float64)
+    total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
     if procs.world > 1:
         dist.all_reduce(total := total.to(procs.device))
     *total, count = total.tolist()
@@ -437,8 +474,9 @@ def read(path):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                             # a broken file can raise anything
         raise ValueError(f"{path} is not a checkpoint: {str(error).strip().split(chr(10))[0]}")
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
+    state = content.get("model", content) if isinstance(content, dict) else None
+    if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
+        raise ValueError(f"{path} is not a checkpoint: there is no state dict in it")
     return content
 
 
@@ -516,8 +554,13 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             if saved.get(name) != content[name]:
                 raise ValueError(f"{folder} cannot be resumed: its {name} is {saved.get(name)}, "
                                  f"not {content[name]}")
-        for part, name in ((model, "model"), (optimizer, "optimizer"), (scaler, "scaler")):
-            part.load_state_dict(saved[name])
+        if saved["flags"]["optimizer"] != args.optimizer:
+            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
+                             f"has {saved['flags']['optimizer']}")
+        model.load_state_dict(saved["model"])
+        scaler.load_state_dict(saved["scaler"])
+        groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
+        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
         done, history = saved["epoch"], saved["history"]
     elif (folder / "last.pt").exists() and not args.overwrite:
         raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
@@ -550,10 +593,10 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             generator.manual_seed(seed_of(args.seed, epoch, step))
             yield prepare(on_device[piece], pictures, labels, generator)
 
-    if args.epochs == 0:
+    if args.epochs == 0 and not history:
         write({"epoch": 0, **evaluate()})
     for epoch in range(done, args.epochs):
-        torch.manual_seed(seed_of(args.seed, epoch))       # for what a model draws: drop path
+        torch.manual_seed(seed_of(args.seed, epoch, procs.rank))           # for drop path
         model.train()
         totals, batches, began = {}, pieces(epoch), time.time()
         bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", leave=False,
@@ -574,8 +617,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
         if not math.isfinite(means["loss"]):
             raise SystemExit(f"the loss of epoch {epoch + 1} is {means['loss']}, lr {lr:.1e}: go "
                              f"on with --resume and a lower --lr, --clip_grad 1 or --amp fp32")
-        for buffer in model.buffers() if procs.world > 1 else ():      # BatchNorm's statistics
-            if buffer.is_floating_point():
+        for name, buffer in model.named_buffers() if procs.world > 1 else ():
+            if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
         write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": round(speed, 1)})
     return history[-1]
@@ -599,7 +642,7 @@ def evaluate_psnr(model, val, args, procs, picture=None):
     encoder, count = model.encoder, 0
     sums = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}
     zero, one = normalize(torch.tensor([0, 255], device=procs.device).view(2, 1, 1, 1), model)
-    for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size):
+    for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size, args.eval_images):
         noise = eval_noise(args.mask, ids, encoder.grid).to(procs.device)
         painted, mask = model.reconstruct(normalize(pictures, model), noise)
         truth, painted = pictures / 255, ((painted - zero) / (one - zero)).clamp(0, 1)
@@ -648,11 +691,16 @@ def describe(args, procs, train, val, model, *lines):
               f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
 
 
+def recipe_of(cls, args):
+    """The paper's recipe, with what `small` replaces in it for encoders up to tiny."""
+    dim = args.dim or SIZES[args.size or "micro"]["dim"]
+    return {**cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
+
+
 def run(args):
     """A parsed command line of train.py, from data to the last epoch."""
     cls = METHODS[args.method]
-    small = cls.small if args.size in (None, "micro", "tiny") else {}
-    taken = settle(args, {**knobs(cls), **cls.recipe, **small})
+    taken = settle(args, {**knobs(cls), **recipe_of(cls, args)})
     args.data, args.name = args.data or "shapes", args.name or args.method
     procs = start_processes(args.device)
     train, val, img_size = open_data(args.data, args.img_size, procs.device)
@@ -697,15 +745,15 @@ def command(parser, run, argv):
 
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first, parser = Parser("train.py", add_help=False, allow_abbrev=False), Parser(
-        "train.py", allow_abbrev=False, description="Pretrain a masked autoencoder.")
-    for p in (first, parser):
-        p.add_argument("--method", choices=METHODS, default="mae")
-    cls = METHODS[first.parse_known_args(argv)[0].method]              # whose flags there are
-    add_options(parser, cls.recipe, RECIPE)
+    first = first_options("train.py", "method", METHODS)
+    args = first.parse_known_args(argv)[0]
+    cls = METHODS[args.method]
+    recipe, own = recipe_of(cls, args), knobs(cls)
+    parser = Parser("train.py", parents=[first], description="Pretrain a masked autoencoder.")
+    add_options(parser, {name: value for name, value in recipe.items() if name not in own}, RECIPE)
     parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
-    add_values(parser, knobs(cls), cls.__doc__)
+    add_values(parser, {**own, **{k: v for k, v in recipe.items() if k in own}}, cls.__doc__)
     return command(parser, run, argv)
 
 

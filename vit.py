@@ -119,7 +119,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                                         # enough to cover it all
+        n = 16                                                         # they cover nearly all of it
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, ratio, y, x = 0.1 + 0.3 * draws[0], 0.3 ** (2 * draws[1] - 1), draws[2], draws[3]
         rows = ((row + 0.5) / h - y).abs() < (area * ratio).sqrt() / 2  # (B, n, h)
@@ -278,14 +278,9 @@ DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "he
 
 def from_released(state):
     """A released state dict (MAE's, CrossMAE's, timm's vit_*; with or without its outer "model") in
-    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are.
-    ValueError if something in it is no tensor."""
-    state = state.get("model", state)
-    for name, value in state.items():
-        if not torch.is_tensor(value):
-            raise ValueError(f"is not a state dict: its {name} is a {type(value).__name__}")
+    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are."""
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
-            for name, value in state.items()}
+            for name, value in state.get("model", state).items()}
 
 
 def to_released(model):
@@ -298,7 +293,13 @@ def transfer(model, state, grid=None):
     or head) if all of that fits. Positions of another `grid` (None: square) are interpolated.
 
     Returns lines that say what was not taken over. ValueError lists every key that does not fit."""
-    own, notes, name = model.state_dict(), [], "encoder.pos_embed"
+    own, notes, new_grid = model.state_dict(), [], model.encoder.grid
+    for name in state.keys() & {"encoder.pos_embed", "decoder_pos_embed"}:
+        L = state[name].shape[1] - 1
+        old_grid = grid or (math.isqrt(L),) * 2
+        if old_grid != new_grid and math.prod(old_grid) == L:
+            state = {**state, name: resize_pos_embed(state[name], old_grid, new_grid)}
+            notes.append(f"interpolated from {old_grid} to {new_grid} patches: {name}")
     rest, own_rest = ({k: v.shape for k, v in d.items() if not k.startswith("encoder.")}
                       for d in (state, own))
     if rest != own_rest:
@@ -307,12 +308,6 @@ def transfer(model, state, grid=None):
         own = {k: v for k, v in own.items() if k not in own_rest}
         for verb, keys in (("not taken over", rest.keys() - unknown), ("fresh", own_rest)):
             notes += [f"{verb}: {', '.join(sorted({k.split('.')[0] for k in keys}))}"] * bool(keys)
-    if name in state:
-        L = state[name].shape[1] - 1
-        grid = grid or (math.isqrt(L),) * 2
-        if grid != model.encoder.grid and math.prod(grid) == L:
-            state = {**state, name: resize_pos_embed(state[name], grid, model.encoder.grid)}
-            notes.append(f"positions interpolated from {grid} to {model.encoder.grid} patches")
     errors = [f"{k} is {tuple(state[k].shape)}, here {tuple(own[k].shape)}"
               for k in own.keys() & state.keys() if state[k].shape != own[k].shape]
     for k in own.keys() ^ state.keys():

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def pretrain(folder, tmp_path, monkeypatch):
-    """pretrain("--flag", "value", name="x") runs train.py in tmp_path; the content of its last.pt."""
+    """pretrain("--flag", "value", name="x") runs train.py in tmp_path -> its last.pt."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words, name="mae"):
@@ -107,5 +107,5 @@ def stopping_after_two(monkeypatch):
 
 def same(a, b, **tolerance):
     """Whether two state dicts are equal, to the bit or within a tolerance."""
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a)
+    return a.keys() == b.keys() and all( torch.allclose(
+        a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a)

@@ -1,8 +1,10 @@
-"""Replay the reference numbers in tests/golden/*.pt, made with the released codes, through this project's classes.
+"""Replay the reference numbers in tests/golden/*.pt, made with the released codes, through this
+project's classes.
 
-`replay(fixture)` builds the model from `config` and `state_dict`, runs it on the fixture's inputs and returns this project's own
-loss, predictions and gradients, the latter under the released names. It never looks at an expected value. The mapping from released
-names to ours lives here, except where public checkpoints exist: that one is vit.from_released."""
+`replay(fixture)` builds the model from `config` and `state_dict`, runs it on the fixture's inputs
+and returns this project's own loss, predictions and gradients, the latter under the released names. It
+never looks at an expected value. The mapping from released names to ours lives here, except where
+public checkpoints exist: that one is vit.from_released."""
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +22,28 @@ def load(path):
 
 def vit_args(config):
     """The sizes of the encoder, by our names."""
-    return dict(img_size=config["img_size"], patch_size=config["patch_size"], in_chans=config["in_chans"],
-                dim=config["embed_dim"], depth=config["depth"], heads=config["num_heads"])
+    return dict(
+    img_size=config["img_size"],
+    patch_size=config["patch_size"],
+    in_chans=config["in_chans"],
+    dim=config["embed_dim"],
+    depth=config["depth"],
+     heads=config["num_heads"])
 
 
 def prepare(model, config, state):
-    """Give the model the fixture's MLP ratio, LayerNorm eps and weights (strictly), in eval mode."""
-    for blocks in [m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and name.endswith("blocks")]:
+    """The model with the fixture's MLP ratio, LayerNorm eps and weights (strictly), in eval mode."""
+    for blocks in [
+    m for name,
+    m in model.named_modules() if isinstance(
+        m,
+         nn.ModuleList) and name.endswith("blocks")]:
         for i, block in enumerate(blocks):
             if config["mlp_ratio"] != 4:
-                blocks[i] = Block(block.norm1.normalized_shape[0], block.attn.heads, config["mlp_ratio"])
+                blocks[i] = Block(
+    block.norm1.normalized_shape[0],
+    block.attn.heads,
+     config["mlp_ratio"])
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = config["norm_eps"]
@@ -38,18 +52,23 @@ def prepare(model, config, state):
 
 
 def gradients(model, loss, fixture):
-    """{released name: gradient} of the trainable parameters, or of those that `grad_names` asks for."""
+    """{released name: gradient} of the trainable parameters, or of those in `grad_names`."""
     model.zero_grad()
     loss.backward()
-    grads = {name.removeprefix("encoder."): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name: grads[name] for name in fixture.get("grad_names", grads)}
+    grads = {name.removeprefix("encoder."): p.grad for name,
+     p in model.named_parameters() if p.requires_grad}
+    return {name: grads[name] for name in (fixture.get("grad_names") or grads)}
 
 
 def replay_mae(fixture):
     config = fixture["config"]
-    model = MAE(**vit_args(config), mask_ratio=config["mask_ratio"], norm_pix_loss=config["norm_pix_loss"],
-                decoder_dim=config["decoder_embed_dim"], decoder_depth=config["decoder_depth"],
-                decoder_heads=config["decoder_num_heads"])
+    model = MAE(
+    **vit_args(config),
+    mask_ratio=config["mask_ratio"],
+    norm_pix_loss=config["norm_pix_loss"],
+    decoder_dim=config["decoder_embed_dim"],
+    decoder_depth=config["decoder_depth"],
+     decoder_heads=config["decoder_num_heads"])
     prepare(model, config, from_released(fixture["state_dict"]))
     loss, _ = model(fixture["images"], fixture["noise"])
     with torch.no_grad():
@@ -64,12 +83,18 @@ def replay_finetune(fixture):
     prepare(model, config, from_released(fixture["state_dict"]))
     logits = model.logits(fixture["images"])
     loss = F.cross_entropy(logits, fixture["labels"])
-    return {"loss": loss.detach(), "pred": logits.detach(), "grads": gradients(model, loss, fixture)}
+    return {
+    "loss": loss.detach(),
+    "pred": logits.detach(),
+    "grads": gradients(
+        model,
+        loss,
+         fixture)}
 
 
 REPLAY = {"mae": replay_mae, "finetune": replay_finetune}
 
 
 def replay(fixture):
-    """This project's {"loss": 0-dim tensor, "pred": tensor, "grads": {released name: tensor}} for a fixture."""
+    """This project's {"loss": 0-dim, "pred": tensor, "grads": {released name: tensor}}."""
     return REPLAY[fixture["method"]](fixture)
