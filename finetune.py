@@ -11,7 +11,9 @@ Where paper and released code differ, or torchvision does from both, and what is
   2. Erased rectangles (released code only) get the mean colour; there they get noise.
   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
   4. Mean pooling leaves out the class token, as released. HyperMAE's text pools all tokens.
-  5. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
+  5. Probe and neighbours take the mean too, so that all methods compare; the release's probe reads
+     the class token (--pool token).
+  6. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
 """
 
 from pathlib import Path
@@ -135,7 +137,7 @@ def evaluate(score, val, args, procs, img_size):
 @torch.no_grad()
 def knn(model, train, args, procs, img_size, temperature=0.07):
     """score(pictures) -> (b,classes): votes of the --k most similar training pictures, each worth
-    exp(cosine / temperature) (Wu et al. 2018). Features: patch tokens averaged, of unit length."""
+    exp(cosine / temperature) (Wu et al. 2018). Features: as --pool says, of unit length."""
     def embed(pictures):
         return F.normalize(model.features(normalize(pictures, model)).float(), dim=1)  # (b, D)
     parts = [(embed(pictures), labels) for _, pictures, labels in
@@ -155,7 +157,8 @@ def knn(model, train, args, procs, img_size, temperature=0.07):
 
 def read_sizes(path, heads=None):
     """What a checkpoint says of its encoder: {img_size, patch_size, in_chans, dim, depth, heads};
-    {mean, std, norm: whether it has a final one}; and the data it was trained on, if known."""
+    {mean, std, norm: whether it has a final one}; and the data it was trained on, if known.
+    Released ones are taken to have ImageNet's mean and std."""
     content = read(path)
     if "method" in content:
         sizes, state = content["config"], content["model"]
@@ -234,7 +237,8 @@ def run(args):
         raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
 
     def prepare(rows, pictures, labels, generator):
-        pictures = pictures if in_workers else crop_batch(pictures, rows, args, generator)
+        if not in_workers:
+            pictures = crop_batch(pictures, rows, img_size, args, generator)
         images, ratio = normalize(pictures, model), args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()

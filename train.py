@@ -81,7 +81,7 @@ def knobs(cls):
 def numbers(text):
     """A word, or a tuple of numbers as in 0,5,11."""
     return text if text.isidentifier() else tuple(
-        float(n) if "." in n else int(n) for n in text.split(","))
+        int(n) if n.isdigit() else float(n) for n in text.split(","))
 
 
 def pixels(text):
@@ -161,6 +161,8 @@ def add_options(parser, recipe, doc):
 def settle(args, values):
     """Fill in what was not given from `values` and return that as a line. lr sets blr aside."""
     rate = vars(args).keys() & {"lr", "blr"} or {"lr"} & values.keys() or {"blr"}
+    if len(rate) == 2:
+        raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
     values = {name: value for name, value in values.items()
               if name not in {"lr", "blr"} - rate and name not in vars(args)}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
@@ -266,8 +268,7 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
                 sets = [kind("data", train=train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             raise ValueError(f"--data {name} cannot be downloaded, give a folder instead: {error}")
-        parts = [(v2.functional.resize(torch.from_numpy(s.data).permute(0, 3, 1, 2), img_size),
-                  s.targets, s.classes) for s in sets]
+        parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
     else:
         parts = list_folder(Path(name))
         files = parts[0][0]
@@ -337,17 +338,17 @@ class Feed:
 
 def crop_transform(img_size, args, *more):
     """Random resized crop and flip of pictures one by one, by torchvision, and then `more`."""
-    ratio = (3 / 4, 4 / 3) if args.crop < 1 else (img_size[1] / img_size[0],) * 2
+    a = img_size[1] / img_size[0]
+    ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
     return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * args.flip), *more, v2.PILToTensor()])
 
 
-def crop_batch(pictures, rows, args, generator):
-    """The same for pictures (b,C,H,W), uint8, on their device, each with draws of its own, where
-    torchvision draws once a batch; -> float. Drawn for the global batch, of which these are `rows`.
+def crop_batch(pictures, rows, img_size, args, generator):
+    """The same for pictures (b,C,H,W), uint8, on their device -> float, each with draws of its own,
+    where torchvision draws once a batch. Drawn for the global batch, of which these are `rows`.
 
-    Bilinear; the aspect ratio is relative to the picture's; a side that would leave the picture is
-    cut to it, where torchvision draws again."""
+    Bilinear; a side that would leave the picture is cut to it, where torchvision draws again."""
     draws = torch.rand(5, args.batch_size, device=pictures.device, generator=generator)
     area, ratio, y, x, coin = draws[:, rows]                           # (b,) each
     area = args.crop + (1 - args.crop) * area
@@ -356,20 +357,21 @@ def crop_batch(pictures, rows, args, generator):
     y, x, zero = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w), torch.zeros_like(h)
     w_flipped = torch.where(coin < 0.5 * args.flip, -w, w)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
-    points = F.affine_grid(theta, (len(theta), 1, *pictures.shape[2:]), align_corners=False)
+    points = F.affine_grid(theta, (len(theta), 1, *img_size), align_corners=False)
     return F.grid_sample(pictures.float(), points, padding_mode="reflection", align_corners=False)
 
 
 def val_batches(split, args, procs, img_size, most, batch_size=250):
     """Index (b,), pictures and labels of at `most` so many, evenly spread and well mixed, each on
-    one process: the middle of the picture, as torchvision's 224 of 256."""
+    one process. Of a streamed picture it is the middle, as torchvision's 224 of 256."""
     n = len(split.labels)
     ids = torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).long()
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
     ids = [batch for batch in ids[procs.rank::procs.world].split(batch_size) if len(batch)]
     middle = v2.Compose([partial(cover, img_size=img_size, border=1 / 16), v2.PILToTensor()])
     feed = Feed(split, args, procs, None if torch.is_tensor(split.pictures) else middle)
-    return ((batch, *rest) for batch, rest in zip(ids, feed(ids, 0)))
+    return ((batch, v2.functional.resize(pictures, img_size), labels)
+            for batch, (pictures, labels) in zip(ids, feed(ids, 0)))
 
 
 @lru_cache
@@ -394,11 +396,12 @@ def start_processes(name=None):
             "mps" if torch.backends.mps.is_available() and world == 1 else "cpu")
     try:
         device = torch.device(name or best)
+        if device.type == "cuda":
+            device = torch.device("cuda", local if world > 1 else device.index or 0)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):                 # an unknown word; a torch without CUDA
         raise ValueError(f"--device {name} is not there: {best} is") from None
     if device.type == "cuda":
-        device = torch.device("cuda", local if world > 1 else device.index or 0)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
     if "RANK" in os.environ:
@@ -481,7 +484,8 @@ def read(path):
 
 
 def load(path, classes=METHODS):
-    """The model in a checkpoint of this project, in eval mode. For released ones see initialize."""
+    """The model in a checkpoint of train.py, in eval mode; with classes={"classifier": Classifier}
+    in one of finetune.py. For released ones see initialize."""
     content = read(path)
     if content.get("method") not in classes:
         raise ValueError(f"{path} is of method {content.get('method')}, not {', '.join(classes)}")
@@ -551,14 +555,15 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     if args.resume and (folder / "last.pt").is_file():
         saved = read(folder / "last.pt")
         for name in ("method", "config"):
-            if saved.get(name) != content[name]:
-                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved.get(name)}, "
-                                 f"not {content[name]}")
+            if saved[name] != content[name]:
+                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
+                                 f"{content[name]}")
         if saved["flags"]["optimizer"] != args.optimizer:
             raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
                              f"has {saved['flags']['optimizer']}")
         model.load_state_dict(saved["model"])
-        scaler.load_state_dict(saved["scaler"])
+        if scaler.is_enabled() and saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
         optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
         done, history = saved["epoch"], saved["history"]
@@ -596,7 +601,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     if args.epochs == 0 and not history:
         write({"epoch": 0, **evaluate()})
     for epoch in range(done, args.epochs):
-        torch.manual_seed(seed_of(args.seed, epoch, procs.rank))           # for drop path
+        torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
         totals, batches, began = {}, pieces(epoch), time.time()
         bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", leave=False,
@@ -643,7 +648,7 @@ def evaluate_psnr(model, val, args, procs, picture=None):
     sums = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}
     zero, one = normalize(torch.tensor([0, 255], device=procs.device).view(2, 1, 1, 1), model)
     for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size, args.eval_images):
-        noise = eval_noise(args.mask, ids, encoder.grid).to(procs.device)
+        noise = eval_noise("random", ids, encoder.grid).to(procs.device)
         painted, mask = model.reconstruct(normalize(pictures, model), noise)
         truth, painted = pictures / 255, ((painted - zero) / (one - zero)).clamp(0, 1)
         hidden = mask[..., None].expand(-1, -1, math.prod(encoder.patch_size))
@@ -670,8 +675,10 @@ def vit_config(args, img_size):
     """The encoder's constructor arguments: --size, or what is given instead of its parts."""
     size = SIZES[args.size or "micro"].items()
     parts = {name: getattr(args, name) or value for name, value in size}
-    patch_size = tuple(16 if n >= 128 else max(1, n // 8) for n in img_size)
-    return dict(img_size=img_size, patch_size=args.patch_size or patch_size, in_chans=3, **parts)
+    patch_size = tuple(16 if n >= 128 else min((d for d in range(1, n + 1) if n % d == 0),
+                                               key=lambda d: abs(d - n / 8)) for n in img_size)
+    patch_size = pair(args.patch_size or patch_size)
+    return dict(img_size=img_size, patch_size=patch_size, in_chans=3, **parts)
 
 
 def describe(args, procs, train, val, model, *lines):
@@ -685,9 +692,10 @@ def describe(args, procs, train, val, model, *lines):
               f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder, "
               f"{whole - millions:.2f} M in the rest",
               f"image   {encoder.img_size} pixels, {encoder.grid} patches",
-              f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
-              f"{args.batch_size // procs.world // args.accum}",
-              f"steps   {args.epochs} epochs x {steps}, lr {args.lr:.3g}, {args.schedule}",
+              *[f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
+                f"{args.batch_size // procs.world // args.accum}",
+                f"steps   {args.epochs} epochs x {steps}, lr {args.lr:.3g}, {args.schedule}",
+                ] * (args.epochs > 0),
               f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
 
 
@@ -715,7 +723,8 @@ def run(args):
 
     def prepare(rows, pictures, labels, generator):
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, procs.device, generator)
-        pictures = pictures if stream else crop_batch(pictures, rows, args, generator)
+        if not stream:
+            pictures = crop_batch(pictures, rows, img_size, args, generator)
         return normalize(pictures, model), noise[rows]
 
     row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay),
@@ -723,9 +732,10 @@ def run(args):
               lambda: evaluate_psnr(model, val, args, procs, folder / "recon.png"),
               method=args.method, config=config)
     if procs.rank == 0:
-        caveat = " (norm_pix_loss: each hidden patch is given its true mean and variance)"
-        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction"
-              f"{caveat if getattr(model, 'norm_pix_loss', False) else ''}",
+        caveat = ["        norm_pix_loss: each hidden patch was given its true mean and variance; "
+                  "reconstruct(..., leak_free=True) does without"]
+        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction",
+              *caveat * getattr(model, "norm_pix_loss", False),
               f"log     {folder / 'log.jsonl'}",
               f"next    python finetune.py --checkpoint {folder / 'last.pt'}", sep="\n")
     return row

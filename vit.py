@@ -119,7 +119,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                                         # they cover nearly all of it
+        n = 16                                                         # they cover most of it
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, ratio, y, x = 0.1 + 0.3 * draws[0], 0.3 ** (2 * draws[1] - 1), draws[2], draws[3]
         rows = ((row + 0.5) / h - y).abs() < (area * ratio).sqrt() / 2  # (B, n, h)
@@ -240,7 +240,7 @@ class ViT(nn.Module):
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
             raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
-        return masking(noise, mask_ratio)
+        return masking(noise.float(), mask_ratio)
 
     def embed(self, images, ids_keep=None):
         """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""
@@ -289,12 +289,13 @@ def to_released(model):
 
 
 def transfer(model, state, grid=None):
-    """Start `model` from the encoder in a state dict of our names, and from the rest of it (decoder
-    or head) if all of that fits. Positions of another `grid` (None: square) are interpolated.
+    """Start `model` from the encoder in a state dict of our names, and from the rest of it, unless
+    that is another decoder or head (not nine tenths of it alike). Positions of another `grid`
+    (None: a released file's, square) are interpolated.
 
     Returns lines that say what was not taken over. ValueError lists every key that does not fit."""
     own, notes, new_grid = model.state_dict(), [], model.encoder.grid
-    for name in state.keys() & {"encoder.pos_embed", "decoder_pos_embed"}:
+    for name in state.keys() & own.keys() & {"encoder.pos_embed", "decoder_pos_embed"}:
         L = state[name].shape[1] - 1
         old_grid = grid or (math.isqrt(L),) * 2
         if old_grid != new_grid and math.prod(old_grid) == L:
@@ -302,7 +303,7 @@ def transfer(model, state, grid=None):
             notes.append(f"interpolated from {old_grid} to {new_grid} patches: {name}")
     rest, own_rest = ({k: v.shape for k, v in d.items() if not k.startswith("encoder.")}
                       for d in (state, own))
-    if rest != own_rest:
+    if len(rest.items() & own_rest.items()) < 0.9 * len(rest.items() | own_rest.items()):
         unknown = rest.keys() - {k for k in rest if grid or k.startswith(DECODER_NAMES)}
         state = {k: v for k, v in state.items() if k not in rest or k in unknown}
         own = {k: v for k, v in own.items() if k not in own_rest}

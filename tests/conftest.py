@@ -19,7 +19,7 @@ TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--b
         "--epochs", "2", "--warmup_epochs", "1", "--workers", "0"]
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def write_pictures(root, classes, n, side=16, seed=0):

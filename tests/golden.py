@@ -2,7 +2,7 @@
 project's classes.
 
 `replay(fixture)` builds the model from `config` and `state_dict`, runs it on the fixture's inputs
-and returns this project's own loss, predictions and gradients, the latter under the released names. It
+and returns this project's own loss, predictions and gradients, the latter under released names. It
 never looks at an expected value. The mapping from released names to ours lives here, except where
 public checkpoints exist: that one is vit.from_released."""
 
@@ -32,7 +32,7 @@ def vit_args(config):
 
 
 def prepare(model, config, state):
-    """The model with the fixture's MLP ratio, LayerNorm eps and weights (strictly), in eval mode."""
+    """The model with the fixture's MLP ratio, LayerNorm eps and weights, in eval mode."""
     for blocks in [
     m for name,
     m in model.named_modules() if isinstance(

@@ -88,7 +88,8 @@ def test_pictures_are_upright_rgb(tmp_path):
 def crop(pictures, crop=1.0, flip=False, rows=None, seed=0):
     args = SimpleNamespace(crop=crop, flip=flip, batch_size=len(pictures))
     rows = torch.arange(len(pictures)) if rows is None else rows
-    return train.crop_batch(pictures[rows], rows, args, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return train.crop_batch(pictures[rows], rows, pictures.shape[2:], args, generator)
 
 
 def test_crops_on_the_device():
@@ -429,11 +430,12 @@ def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain
     ("--crop 1.5", ["--crop 1.5 is not between 0 and 1"]),
     ("--betas 0.9", ["--betas (0.9,) are not two numbers"]),
     ("--betas 0.9,2.0", ["beta"]),
+    ("--lr 1e-3 --blr 1e-3", ["--lr 0.001 and --blr 0.001 exclude each other"]),
     ("--mask stripes", ["--mask", "stripes"]),
     ("--optimizer lion", ["--optimizer lion is not one of adamw adam sgd"]),
     ("--img_size 16,16,16", ["--img_size", "16,16,16"]),
     ("--img_size 0", ["--img_size", "0"]),
-    ("--patch_size 5", ["img_size (16, 16) is not a multiple of patch_size 5"]),
+    ("--patch_size 5", ["img_size (16, 16) is not a multiple of patch_size (5, 5)"]),
     ("--mask_ratio 1.2", ["mask_ratio 1.2 shows"]),
     ("--mask_ratio 0", ["mask_ratio 0.0 shows"]),
     ("--heads 3", ["width 16 is not a multiple of 3 heads"]),
@@ -497,10 +499,16 @@ class Grey(torch.nn.Module):
         return images * (1 - hidden) + grey * hidden, mask
 
 
+def test_default_patches_divide_the_picture():
+    for side, wanted in ((28, 4), (32, 4), (64, 8), (100, 10), (224, 16)):
+        args = SimpleNamespace(size=None, dim=None, depth=None, heads=None, patch_size=None)
+        assert train.vit_config(args, (side, side))["patch_size"] == (wanted, wanted)
+
+
 def test_psnr_by_hand():
     pictures = torch.randint(0, 256, (7, 3, 8, 8), dtype=torch.uint8)
     val = train.Split(pictures, torch.zeros(7).long(), ["x"])
-    args = SimpleNamespace(mask="random", eval_images=100, workers=0)
+    args = SimpleNamespace(eval_images=100, workers=0)
     scores = train.evaluate_psnr(Grey(), val, args, ONE)
     truth = pictures / 255
     masks = masking(train.eval_noise("random", torch.arange(7), (2, 2)), 0.75)[2]
@@ -547,4 +555,5 @@ def test_norm_pix_loss_is_said_under_the_picture(pretrain, capsys):
     pretrain()
     assert "true mean and variance" not in capsys.readouterr().out
     pretrain("--norm_pix_loss", "--overwrite")
-    assert "each hidden patch is given its true mean and variance" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "was given its true mean and variance" in said and "leak_free=True" in said

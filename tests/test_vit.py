@@ -282,6 +282,16 @@ def test_transfer_lists_every_key_that_does_not_fit():
                for k, v in model.state_dict().items())   # and changes nothing
 
 
+def test_a_damaged_decoder_is_not_another_decoder():
+    state, model = released()
+    del state["decoder_pred.bias"]
+    state["decoder_junk"] = torch.zeros(2)
+    with pytest.raises(ValueError) as error:
+        transfer(model, from_released(state))
+    for part in ("decoder_pred.bias is missing", "decoder_junk is left over"):
+        assert part in str(error.value)
+
+
 def test_as_many_patches_on_another_grid_are_interpolated():
     one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2)
                   for size in ((8, 32), (16, 16)))
