@@ -192,14 +192,17 @@ def run(args):
     procs, args.data = start_processes(args.device), args.data or data or "shapes"
     img_size = args.img_size or sizes.get("img_size")
     train, val, img_size = open_data(args.data, img_size, procs.device)
+    if getattr(args, "randaug", 0) > 30:
+        raise ValueError(f"--randaug {args.randaug} is more than 30")
     if not train.classes:
-        raise ValueError(f"--data {args.data} has no labels: class folders in train/ and val/ do")
+        raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     taken = settle(args, (SMALL_RECIPES if max(img_size) <= 64 else RECIPES)[args.mode])
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256
     source = args.size or "micro"
     if args.checkpoint:
-        source = Path(args.checkpoint).absolute().parent.name
+        source = Path(args.checkpoint).stem                # a released file's, or our run's
+        source = Path(args.checkpoint).absolute().parent.name if source == "last" else source
     args.name = args.name or f"{source}_{args.mode}"
 
     torch.manual_seed(args.seed)
@@ -247,8 +250,12 @@ def run(args):
             return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-    return fit(args, procs, model, groups, feed, prepare, validate, method="classifier",
-               config=config)
+    row = fit(args, procs, model, groups, feed, prepare, validate, method="classifier",
+              config=config)
+    if procs.rank == 0:
+        folder = Path(args.runs, args.name)
+        print(f"log     {folder / 'log.jsonl'}\nmodel   {folder / 'last.pt'}")
+    return row
 
 
 def main(argv=None):

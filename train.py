@@ -244,9 +244,12 @@ def list_folder(root):
 
 
 def read_picture(file):
-    """The file as an upright RGB picture."""
-    with Image.open(file) as picture:
-        return ImageOps.exif_transpose(picture).convert("RGB")
+    """The file as an upright RGB picture. ValueError if it is not one."""
+    try:
+        with Image.open(file) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{file} cannot be read as a picture: {error}") from None
 
 
 def cover(picture, img_size, border=0.0):
@@ -476,7 +479,8 @@ def read(path):
         with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                             # a broken file can raise anything
-        raise ValueError(f"{path} is not a checkpoint: {str(error).strip().split(chr(10))[0]}")
+        raise ValueError(f"{path} is not a checkpoint that can be read safely: it is another kind "
+                         f"of file, broken, or holds code ({type(error).__name__})") from None
     state = content.get("model", content) if isinstance(content, dict) else None
     if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
         raise ValueError(f"{path} is not a checkpoint: there is no state dict in it")
@@ -552,6 +556,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     dtype, steps, done, history = amp_dtype(args.amp, device), n // args.batch_size, 0, []
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
     if args.resume and (folder / "last.pt").is_file():
         saved = read(folder / "last.pt")
         for name in ("method", "config"):
@@ -567,14 +573,24 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
         optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
         done, history = saved["epoch"], saved["history"]
+        changed = [f"--{name} {value} was {saved['flags'].get(name)}" for name, value in
+                   vars(args).items() if value != saved["flags"].get(name) and name != "resume"]
+        if procs.rank == 0:
+            print("resumed", f"after epoch {done}", *changed, sep="; ")
     elif (folder / "last.pt").exists() and not args.overwrite:
         raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
                          f"it, --name NAME starts another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from None
+    if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
+        for file in folder.glob("last.pt"):
+            file.unlink()
 
     def write(row):
         history.append(row)
         if procs.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
             save(folder / "last.pt", dict(
                 content, model=model.state_dict(), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), epoch=row["epoch"], history=history, seed=args.seed,
@@ -660,7 +676,6 @@ def evaluate_psnr(model, val, args, procs, picture=None):
         for name, error in zip(sums, (whole / share, whole, fill / share)):
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
         if picture and procs.rank == 0 and count == 0:
-            picture.parent.mkdir(parents=True, exist_ok=True)
             rows = torch.stack([truth, truth * (1 - hidden) + hidden / 2, painted], dim=1)[:8]
             zoom = max(1, 128 // max(encoder.img_size))                # small pictures enlarged
             rows = rows.flatten(0, 1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
@@ -689,9 +704,10 @@ def describe(args, procs, train, val, model, *lines):
     where += "" if train.classes else "; no train/ folder, so val is held out by name"
     if procs.rank == 0:
         print(f"data    {args.data}: {len(train.labels)} train, {len(val.labels)} val, {where}",
-              f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder, "
-              f"{whole - millions:.2f} M in the rest",
-              f"image   {encoder.img_size} pixels, {encoder.grid} patches",
+              f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
+              f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
+              f"heads), {whole - millions:.2f} M in the rest",
+              f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}",
               *[f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
                 f"{args.batch_size // procs.world // args.accum}",
                 f"steps   {args.epochs} epochs x {steps}, lr {args.lr:.3g}, {args.schedule}",
@@ -737,7 +753,8 @@ def run(args):
         print(f"see     {folder / 'recon.png'}: original, masked, reconstruction",
               *caveat * getattr(model, "norm_pix_loss", False),
               f"log     {folder / 'log.jsonl'}",
-              f"next    python finetune.py --checkpoint {folder / 'last.pt'}", sep="\n")
+              *[f"next    python finetune.py --checkpoint {folder / 'last.pt'}"
+                ] * bool(train.classes), sep="\n")
     return row
 
 

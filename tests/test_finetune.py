@@ -316,6 +316,7 @@ def test_two_processes(tune, folder, tmp_path):
     ("--checkpoint runs/mae/last.pt --mask_ratio 0.5", ["--mask_ratio", "belongs to --method mae"]),
     ("--checkpoint runs/mae/last.pt --layer_dacay 1", ["did you mean --layer_decay?"]),
     ("--checkpoint runs/mae/last.pt --mix_ratio 0.3 --mixup 1", ["0.3 needs --mixup 0"]),
+    ("--checkpoint runs/mae/last.pt --randaug 99", ["--randaug 99 is more than 30"]),
     ("--checkpoint runs/mae/last.pt --k 0 --mode knn", ["--k 0 is less than 1"]),
     ("--checkpoint runs/mae/last.pt --batch_size 64", ["--batch_size 64 is more than the 40"])])
 def test_wrong_words_get_one_line(pretrain, folder, refused, words, parts):

@@ -332,7 +332,7 @@ def test_runs_are_not_overwritten(pretrain, folder, refused):
     assert not same(before, pretrain("--overwrite", "--seed", "1")["model"])
 
 
-def test_resume_takes_the_settings_asked_for(pretrain, folder, refused):
+def test_resume_takes_the_settings_asked_for(pretrain, folder, refused, capsys):
     first = pretrain()
     same_run = pretrain("--resume", "--epochs", "0")                   # nothing to do, nothing lost
     assert same_run["epoch"] == 2 and len(
@@ -341,7 +341,11 @@ def test_resume_takes_the_settings_asked_for(pretrain, folder, refused):
          same_run["model"])
     refused(train.main, ["--data", folder, *TINY, *DECODER, "--resume", "--optimizer", "sgd"],
             "cannot be resumed with --optimizer sgd: it has adamw")
+    refused(train.main, ["--data", folder, *TINY, *DECODER, "--resume", "--overwrite"], "exclude")
+    capsys.readouterr()
     other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
+    said = capsys.readouterr().out
+    assert "resumed; after epoch 2" in said and "--weight_decay 0.9 was 0.05" in said
     assert other["optimizer"]["param_groups"][0]["weight_decay"] == 0.9
     assert tuple(other["optimizer"]["param_groups"][0]["betas"]) == (0.5, 0.6)
 
@@ -395,6 +399,27 @@ def test_init_from_an_own_checkpoint(pretrain):
         "--epochs",
         "0",
          name="again")["model"])
+
+
+def test_an_interrupted_overwrite_does_not_leave_the_old_run(pretrain, monkeypatch):
+    pretrain()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        pretrain("--overwrite")
+    assert not Path("runs/mae/last.pt").exists()
+
+
+def test_a_broken_picture_is_named(tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("flat"), "x", 20)
+    Path("flat/x/7.png").write_bytes(Path("flat/x/8.png").read_bytes()[:120])
+    refused(train.main, ["--data", "flat", *TINY, *DECODER], "x/7.png cannot be read as a picture")
+
+
+def test_a_folder_that_cannot_be_written(folder, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("a file")
+    refused(train.main, ["--data", folder, *TINY, *DECODER], "runs/mae cannot be written")
 
 
 def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain):
