@@ -585,8 +585,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error}") from None
     if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
-        for file in folder.glob("last.pt"):
-            file.unlink()
+        (folder / "last.pt").unlink(missing_ok=True)
 
     def write(row):
         history.append(row)
