@@ -26,8 +26,8 @@ Where paper and released code differ, and what is done here:
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, check_mask, init_weights,
-                 normalize_patches, patchify, sincos_pos_embed, take, unpatchify, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_pos_embed, take,
+                 visible_count)
 
 
 class MAE(nn.Module):
@@ -97,9 +97,9 @@ class MAE(nn.Module):
             x = block(x)                                               # (B, 1+L, E)
         return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
 
-    def run(self, images, noise, mask_ratio):
+    def run(self, images, noise, mask_ratio, exact=False):
         """Mask, encode, decode -> (B,L,p*p*C) of decode, ids_keep, ids_mask, mask."""
-        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
         pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask)
         return pred, ids_keep, ids_mask, mask
 
@@ -108,9 +108,7 @@ class MAE(nn.Module):
         scalar, and {"loss"}, detached: the mean squared error of the hidden patches."""
         pred, ids_keep, ids_mask, _ = self.run(images, noise, self.mask_ratio)
         pred = pred[:, ids_keep.shape[1]:].float()                     # (B, M, p*p*C)
-        target = take(patchify(images, self.encoder.patch_size), ids_mask).float()  # the same
-        if self.norm_pix_loss:
-            target = normalize_patches(target)[0]
+        target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)  # the same
         loss = (pred - target).square().mean()                         # each image hides M patches
         return loss, {"loss": loss.detach()}
 
@@ -124,21 +122,11 @@ class MAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised, with their hidden patches painted, and the mask (B,L).
 
-        With `norm_pix_loss` a prediction lacks its patch's mean and variance. They are taken from
-        the true patch, which flatters picture and PSNR, or, `leak_free`, from all visible pixels
-        of the image. `mask_ratio` replaces the model's in this call. ValueError if noise is a 0/1
-        mask that shows another number of patches than mask_ratio does."""
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        if noise is not None:
-            check_mask(noise, mask_ratio)
-        pred, ids_keep, ids_mask, mask = self.run(images, noise, mask_ratio)
-        pred = pred[:, ids_keep.shape[1]:].float()                     # (B, M, p*p*C)
-        patches = patchify(images, self.encoder.patch_size).float()    # (B, L, p*p*C)
-        if self.norm_pix_loss:
-            known = take(patches, ids_mask)                            # (B, M, p*p*C) the truth
-            if leak_free:
-                known = take(patches, ids_keep).flatten(1)[:, None]    # (B, 1, K*p*p*C)
-            _, mean, std = normalize_patches(known)
-            pred = pred * std + mean
-        patches = patches.scatter(1, ids_mask[..., None].expand_as(pred), pred)
-        return unpatchify(patches, self.encoder.patch_size, self.encoder.grid), mask
+        pred, ids_keep, ids_mask, mask = self.run(images, noise, mask_ratio, exact=True)
+        pred = pred[:, ids_keep.shape[1]:]                             # (B, M, p*p*C)
+        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
+                                  leak_free), mask

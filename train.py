@@ -31,10 +31,12 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from crossmae import CrossMAE
+from hypermae import HyperMAE
 from mae import MAE
 from vit import SIZES, from_released, grid_of, mask_noise, pair, transfer, unpatchify
 
-METHODS = {"mae": MAE}
+METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE}
 
 
 # ---------------------------------------------------------------------------------------- options

@@ -233,14 +233,37 @@ class ViT(nn.Module):
         self.apply(init_weights)
         nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
-    def mask(self, images, noise, mask_ratio):
-        """masking() of noise (B,L; None: random), or ValueError if it does not fit the images."""
+    def mask(self, images, noise, mask_ratio, exact=False):
+        """masking() of noise (B,L; None: random). ValueError if it does not fit the images or,
+        `exact`, if it is a 0/1 mask that shows another number of patches than mask_ratio does."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
             raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
+        if exact:
+            check_mask(noise, mask_ratio)
         return masking(noise.float(), mask_ratio)
+
+    def targets(self, images, ids, normalized=False):
+        """Patches ids (B,M) of images, float32, each normalised if asked: (B,M,p*q*C)."""
+        patches = take(patchify(images, self.patch_size), ids).float()
+        return normalize_patches(patches)[0] if normalized else patches
+
+    def paint(self, images, pred, ids_keep, ids_mask, normalized=False, leak_free=False):
+        """Images (B,C,H,W) with pred (B,M,p*q*C) for the patches ids_mask (B,M).
+
+        A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
+        patch, which flatters picture and PSNR, or, `leak_free`, from all pixels of ids_keep."""
+        patches, pred = patchify(images, self.patch_size).float(), pred.float()  # (B, L, p*q*C)
+        if normalized:
+            known = take(patches, ids_mask)                            # (B, M, p*q*C) the truth
+            if leak_free:
+                known = take(patches, ids_keep).flatten(1)[:, None]    # (B, 1, K*p*q*C)
+            _, mean, std = normalize_patches(known)
+            pred = pred * std + mean
+        patches = patches.scatter(1, ids_mask[..., None].expand_as(pred), pred)
+        return unpatchify(patches, self.patch_size, self.grid)
 
     def embed(self, images, ids_keep=None):
         """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""
@@ -254,11 +277,12 @@ class ViT(nn.Module):
         weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
         return F.linear(patches, weight, proj.bias) + pos
 
-    def layers(self, tokens):
-        """[CLS] before tokens (B,K,D), and each block's raw output: depth + 1 of (B,1+K,D)."""
+    def layers(self, tokens, depth=None):
+        """[CLS] before tokens (B,K,D), and each block's raw output: 1 + depth of (B,1+K,D), from
+        the first `depth` blocks (None: all)."""
         cls = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
         maps = [torch.cat([cls, tokens], dim=1)]                       # (B, 1+K, D)
-        for block in self.blocks:
+        for block in self.blocks[:depth]:
             maps.append(block(maps[-1]))
         return maps
 

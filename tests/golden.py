@@ -10,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from crossmae import CrossMAE
 from finetune import Classifier
+from hypermae import HyperMAE
 from mae import MAE
-from vit import Block, from_released
+from vit import MLP, from_released
+
+EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pred_indices",
+            "modulation_matrix", "pred_returned")
 
 
 def load(path):
@@ -22,28 +27,23 @@ def load(path):
 
 def vit_args(config):
     """The sizes of the encoder, by our names."""
-    return dict(
-    img_size=config["img_size"],
-    patch_size=config["patch_size"],
-    in_chans=config["in_chans"],
-    dim=config["embed_dim"],
-    depth=config["depth"],
-     heads=config["num_heads"])
+    names = dict(img_size="img_size", patch_size="patch_size", in_chans="in_chans", dim="embed_dim",
+                 depth="depth", heads="num_heads")
+    return {ours: config[released] for ours, released in names.items()}
+
+
+def decoder_args(config):
+    """The sizes of a transformer decoder, and the normalised targets."""
+    return dict(norm_pix_loss=config["norm_pix_loss"], decoder_dim=config["decoder_embed_dim"],
+                decoder_depth=config["decoder_depth"], decoder_heads=config["decoder_num_heads"])
 
 
 def prepare(model, config, state):
     """The model with the fixture's MLP ratio, LayerNorm eps and weights, in eval mode."""
-    for blocks in [
-    m for name,
-    m in model.named_modules() if isinstance(
-        m,
-         nn.ModuleList) and name.endswith("blocks")]:
-        for i, block in enumerate(blocks):
-            if config["mlp_ratio"] != 4:
-                blocks[i] = Block(
-    block.norm1.normalized_shape[0],
-    block.attn.heads,
-     config["mlp_ratio"])
+    for module in model.modules():
+        if isinstance(getattr(module, "mlp", None), MLP):
+            dim = module.mlp.fc1.in_features
+            module.mlp = MLP(dim, int(config["mlp_ratio"] * dim))
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = config["norm_eps"]
@@ -51,29 +51,73 @@ def prepare(model, config, state):
     return model.eval()
 
 
-def gradients(model, loss, fixture):
-    """{released name: gradient} of the trainable parameters, or of those in `grad_names`."""
+def gradients(model, loss, fixture, released=lambda name: name):
+    """{released name: gradient} of the trainable parameters, or of those in `grad_names`; zeros for
+    what the release has and does not use."""
     model.zero_grad()
     loss.backward()
-    grads = {name.removeprefix("encoder."): p.grad for name,
-     p in model.named_parameters() if p.requires_grad}
-    return {name: grads[name] for name in (fixture.get("grad_names") or grads)}
+    grads = {released(name.removeprefix("encoder.")): p.grad
+             for name, p in model.named_parameters() if p.requires_grad}
+    state = fixture["state_dict"]
+    return {name: grads[name] if name in grads else torch.zeros_like(state[name])
+            for name in (fixture.get("grad_names") or grads)}
 
 
 def replay_mae(fixture):
     config = fixture["config"]
-    model = MAE(
-    **vit_args(config),
-    mask_ratio=config["mask_ratio"],
-    norm_pix_loss=config["norm_pix_loss"],
-    decoder_dim=config["decoder_embed_dim"],
-    decoder_depth=config["decoder_depth"],
-     decoder_heads=config["decoder_num_heads"])
+    model = MAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"])
     prepare(model, config, from_released(fixture["state_dict"]))
     loss, _ = model(fixture["images"], fixture["noise"])
     with torch.no_grad():
         pred = model.predict(fixture["images"], fixture["noise"])
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
+
+
+def replay_crossmae(fixture):
+    config, state = dict(fixture["config"]), from_released(fixture["state_dict"])
+    n, maps, options = config["depth"], "last", {}
+    if config["weight_fm"]:
+        maps = range(n) if config["use_fm"] == [-1] else [i % n for i in config["use_fm"]]
+        options = dict(include_input=config["use_input"])
+        config["depth"] = max(maps) + 1                    # later blocks do nothing
+        state = {k: v for k, v in state.items() if not k.startswith("encoder.blocks.")
+                 or int(k.split(".")[2]) < config["depth"]}
+    model = CrossMAE(**vit_args(config), **decoder_args(config), **options, feature_maps=maps,
+                     mask_ratio=config["mask_ratio"], self_attention=config["self_attn"],
+                     prediction_ratio=config["kept_mask_ratio"])
+    prepare(model, config, state)
+    images, noise = fixture["images"], fixture["noise"]
+    loss, _ = model(images, noise)
+    with torch.no_grad():                                  # as in training: only the predicted ones
+        ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
+        ids = model.subset(noise, ids_mask).sort(dim=1).values
+        pred = model.decode(model.encode(images, ids_keep), ids)
+    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
+
+
+HYPERMAE_NAMES = {"feat2w_blocks": "feat2W_blocks", "proj": "linear_proj_pacomlp_dim",
+                  "T": "transformation_matrix", "paco_mlp": "pacomlp.mlp"}
+
+
+def replay_hypermae(fixture):
+    config = fixture["config"]
+
+    def released(name):
+        first, *rest = name.split(".", 1)
+        return ".".join([HYPERMAE_NAMES.get(first, first), *rest])
+    model = HyperMAE(
+        **vit_args(config), mask_ratio=config["mask_ratio"], norm_pix_loss=config["norm_pix_loss"],
+        n_weight_tokens=config["n_weight_tokens"], feat2w_depth=config["feat2W_depth"],
+        mlp_depth=config["pre_mod_depth"] + 1 + config["post_mod_depth"],
+        modulated_layer=config["pre_mod_depth"], hidden_dim=config["hidden_dim"],
+        pe_dim=config["pe_dim"], pe_sigma=config["pe_sigma"], out_bias=config["out_bias"])
+    prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
+                            for name in model.state_dict()})
+    loss, _ = model(fixture["images"], fixture["noise"])
+    with torch.no_grad():
+        pred = model.predict(fixture["images"], fixture["noise"])
+    return {"loss": loss.detach(), "pred": pred,
+            "grads": gradients(model, loss, fixture, released)}
 
 
 def replay_finetune(fixture):
@@ -83,18 +127,25 @@ def replay_finetune(fixture):
     prepare(model, config, from_released(fixture["state_dict"]))
     logits = model.logits(fixture["images"])
     loss = F.cross_entropy(logits, fixture["labels"])
-    return {
-    "loss": loss.detach(),
-    "pred": logits.detach(),
-    "grads": gradients(
-        model,
-        loss,
-         fixture)}
+    return {"loss": loss.detach(), "pred": logits.detach(),
+            "grads": gradients(model, loss, fixture)}
 
 
-REPLAY = {"mae": replay_mae, "finetune": replay_finetune}
+REPLAY = {"mae": replay_mae, "crossmae": replay_crossmae, "hypermae": replay_hypermae,
+          "finetune": replay_finetune}
 
 
 def replay(fixture):
     """This project's {"loss": 0-dim, "pred": tensor, "grads": {released name: tensor}}."""
     return REPLAY[fixture["method"]](fixture)
+
+
+def distances(fixture):
+    """The largest difference of loss, predictions and gradients from a fixture's."""
+    ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
+    assert ours["grads"].keys() >= fixture["grads"].keys() and len(fixture["grads"]) > 2
+
+    def far(a, b):
+        return max(map(far, a, b)) if isinstance(b, list) else (a - b).abs().max().item()
+    return (far(ours["loss"], fixture["loss"]), far(ours["pred"], fixture["pred"]),
+            max(far(ours["grads"][name], grad) for name, grad in fixture["grads"].items()))

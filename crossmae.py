@@ -1,0 +1,218 @@
+"""CrossMAE: each hidden patch is read out of the encoder by itself, so only some need be.
+
+Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
+Autoencoders (TMLR 2025).
+
+MAE's decoder lets hidden patches attend to one another, which they hardly use. Here a mask token is
+a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's prediction
+is the same whichever others are asked for: the loss takes a random subset of the hidden patches and
+nothing is computed for the rest. Each decoder block reads its own learnt mix of the feature maps of
+all encoder blocks.
+
+    B images, L patches, K visible, M predicted, D encoder width, E decoder width, p patch side
+    n feature maps f_1 ... f_n of (B,1+K,D); W the weights of their mixes, one row a decoder block
+    images (B,C,H,W) -> visible patches (B,K,D) -> encoder: maps (n,B,1+K,D) -> mixes (B,1+K,D)
+    queries (B,M,E) -> decoder blocks, which read the mixes -> pixels (B,M,p*p*C)
+
+Where paper and released code differ, and what is done here:
+  1. Sec. 3.4 draws the mixing weights from N(0, 1/n). The release does, then its general
+     initialisation replaces them by xavier's. As in the paper; n counts the maps, input included.
+  2. Sec. 3.3 predicts a share of the patches. The release skips L (mask ratio - prediction ratio)
+     of them, truncated, and predicts the rest: 10 of 64, not 9, at 0.75 and 0.15. As released.
+  3. The release predicts the end of the noise's order. Here the noise's fraction decides, which is
+     the same for random noise and as uniform where its whole part makes a pattern (grid, block).
+  4. The caption of Figure 4 calls the encoder's tokens "keys and queries": keys and values.
+  5. For one map (Table 3d) the release forgets to build the norm that it calls: here it is the
+     encoder's final one. There is none otherwise, each mix has its own.
+  6. The prediction ratio is 0.75 by default, as in Table 1; 0.25 is the cheap one of Table 4.
+  7. Norming each map before mixing too (Appendix A.3: no better, more memory) is not built.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, sincos_pos_embed,
+                 visible_count)
+
+
+class CrossAttention(nn.Module):
+    """Queries x (B,M,E) read y (B,N,D), of which keys and values are projected here: (B,M,E)."""
+
+    def __init__(self, dim, context_dim, heads):
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"width {dim} is not a multiple of {heads} heads")
+        self.heads = heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(context_dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x, y):
+        (B, M, E), N = x.shape, y.shape[1]
+        q = self.q(x).view(B, M, self.heads, -1).transpose(1, 2)       # (B, heads, M, E/heads)
+        k, v = self.kv(y).view(B, N, 2, self.heads, -1).unbind(2)      # (B, N, heads, E/heads)
+        x = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))
+        return self.proj(x.transpose(1, 2).reshape(B, M, E))           # (B, M, E)
+
+
+class CrossBlock(nn.Module):
+    """A pre-norm decoder block: cross-attention, then an MLP (Figure 4b). With `self_attention` the
+    queries attend to one another before (Figure 6)."""
+
+    def __init__(self, dim, context_dim, heads, self_attention=False):
+        super().__init__()
+        if self_attention:
+            self.norm0 = nn.LayerNorm(dim, eps=1e-6)
+            self.self_attn = Attention(dim, heads)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.cross_attn = CrossAttention(dim, context_dim, heads)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = MLP(dim, 4 * dim)
+        self.self_attention = self_attention
+
+    def forward(self, x, y):
+        if self.self_attention:
+            x = x + self.self_attn(self.norm0(x))
+        x = x + self.cross_attn(self.norm1(x), y)
+        return x + self.mlp(self.norm2(x))
+
+
+class CrossMAE(nn.Module):
+    """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
+    the paper's, ViT-B/16; its ViT-S has decoder_dim 256 and decoder_heads 8.
+
+    Args:
+        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        mask_ratio: share of the patches that is hidden (Table 3b)
+        prediction_ratio: share of the patches that is predicted, at most mask_ratio (Table 3c)
+        norm_pix_loss: predict patches normalised by their own mean and variance
+        decoder_dim: width of the decoder
+        decoder_depth: blocks of the decoder (Table 3e)
+        decoder_heads: attention heads of the decoder
+        feature_maps: that are mixed: all, last or encoder blocks as in 0,5,11 (Table 3d)
+        include_input: mix the first block's input too (on, unless feature_maps is last)
+        self_attention: among the predicted patches, before cross-attention (Table 3a)
+        softmax_weights: mixing weights that are positive and add up to 1 (Table 8)
+        project_maps: a linear layer for each map before mixing (Table 9)
+    """
+
+    recipe = dict(  # Table 10; blr is scaled by lr_scale; released code: the crop's scale
+        optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
+        batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
+    small = dict(  # ours, MAE's but for the decoder
+        lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
+        norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
+                 mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
+                 decoder_depth=12, decoder_heads=16, feature_maps="all",
+                 include_input: bool = None, self_attention=False, softmax_weights=False,
+                 project_maps=False):
+        super().__init__()
+        self.mixes = mixes = feature_maps != "last"
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=not mixes)
+        self.mask_ratio, self.prediction_ratio = mask_ratio, prediction_ratio
+        self.norm_pix_loss, self.softmax_weights = norm_pix_loss, softmax_weights
+        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        if not 0 < prediction_ratio <= mask_ratio:
+            raise ValueError(f"prediction_ratio {prediction_ratio} is not above 0 and at most "
+                             f"mask_ratio {mask_ratio}")
+        if decoder_depth < 1:
+            raise ValueError(f"decoder_depth {decoder_depth} is less than 1")
+        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3: more variance
+        p, q = self.encoder.patch_size
+
+        self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
+        self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
+            sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)
+        self.decoder_blocks = nn.ModuleList(
+            CrossBlock(decoder_dim, dim, decoder_heads, self_attention)
+            for _ in range(decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
+        if mixes:
+            blocks = range(depth) if feature_maps == "all" else feature_maps
+            if (isinstance(blocks, str) or depth - 1 not in blocks or len({*blocks}) < len(blocks)
+                    or not {*blocks} <= {*range(depth)}):
+                raise ValueError(f"feature_maps {feature_maps} is not all, last or a list of "
+                                 f"different blocks from 0 to {depth - 1} that includes the last")
+            self.map_ids = sorted(i + 1 for i in blocks)               # in the list of ViT.layers
+            if include_input is not False:
+                self.map_ids.insert(0, 0)
+            n = len(self.map_ids)
+            self.map_proj = nn.ModuleList(nn.Linear(dim, dim) for _ in range(n * project_maps))
+            self.dec_norms = nn.ModuleList(
+                nn.LayerNorm(dim, eps=1e-6) for _ in range(decoder_depth))
+            self.wfm = nn.ModuleDict({"linear": nn.Linear(n, decoder_depth, bias=False)})
+        elif include_input or softmax_weights or project_maps:
+            raise ValueError("feature_maps last mixes nothing: it excludes include_input, "
+                             "softmax_weights and project_maps")
+        self.apply(init_weights)
+        if mixes:
+            nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # Sec. 3.4: N(0, 1/n)
+
+    def encode(self, images, ids_keep):
+        """What each decoder block reads of the visible patches ids_keep (B,K): (B,1+K,D) each."""
+        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
+        if not self.mixes:
+            return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
+        maps = self.encoder.layers(tokens)                             # 1 + depth of (B, 1+K, D)
+        maps = [maps[i] for i in self.map_ids]                         # n of them
+        if self.map_proj:
+            maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # Table 9
+        maps = torch.stack(maps)                                       # (n, B, 1+K, D)
+        W = self.wfm["linear"].weight                                  # (decoder depth, n)
+        if self.softmax_weights:
+            W = W.softmax(dim=1)                                       # Table 8
+        mixes = (W @ maps.flatten(1)).view(-1, *maps.shape[1:])        # eq. 1, all blocks at once
+        return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each
+
+    def decode(self, features, ids):
+        """Predictions (B,M,p*p*C) of the patches ids (B,M) from the features of encode."""
+        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, M, E) queries
+        for block, y in zip(self.decoder_blocks, features):
+            x = block(x, y)                                            # (B, M, E)
+        return self.decoder_pred(self.decoder_norm(x))                 # (B, M, p*p*C)
+
+    def subset(self, noise, ids_mask):
+        """The patches of ids_mask (B,L-K) that are predicted, (B,M): those of the highest fraction
+        of noise (B,L), so that they are a uniform choice whatever the mask's pattern."""
+        L = noise.shape[1]
+        skipped = int(L * (self.mask_ratio - self.prediction_ratio))
+        rank = (noise.gather(1, ids_mask) % 1).argsort(dim=1, stable=True)
+        return ids_mask.gather(1, rank[:, skipped:])
+
+    def forward(self, images, noise=None):
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
+        scalar, and {"loss"}, detached: the mean squared error of the predicted patches, an unbiased
+        estimate of that of all hidden ones (Sec. 3.3). A 0/1 mask for noise has its last hidden
+        patches predicted, in raster order."""
+        if noise is None:
+            noise = torch.rand(len(images), self.encoder.num_patches, device=images.device)
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        ids = self.subset(noise, ids_mask)                             # (B, M)
+        pred = self.decode(self.encode(images, ids_keep), ids).float()  # (B, M, p*p*C)
+        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
+        loss = (pred - target).square().mean()
+        return loss, {"loss": loss.detach()}
+
+    def predict(self, images, noise):
+        """All hidden patches (B,L-K,p*p*C), in raster order and in the space of the loss."""
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        return self.decode(self.encode(images, ids_keep), ids_mask.sort(dim=1).values)
+
+    @torch.no_grad()
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, with all their hidden patches painted in one pass (Figure
+        2), and the mask (B,L).
+
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        pred = self.decode(self.encode(images, ids_keep), ids_mask)    # (B, L-K, p*p*C)
+        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
+                                  leak_free), mask

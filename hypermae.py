@@ -1,0 +1,169 @@
+"""HyperMAE: the encoder's tokens become the weights of a small MLP that paints patches.
+
+Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training
+(NeurIPS 2023 Workshop).
+
+Weight tokens go through a few ViT blocks (Feat2W) together with the encoded visible patches, and
+become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
+pixels: an implicit neural representation of the image, of which all other layers are shared by all
+images. There are no mask tokens, and a hidden patch costs a few matrix products.
+
+    B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
+    N patches that are decoded, p patch side
+    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
+    -> Feat2W -> M (B,h,h); coordinates (B,N,2) and M -> PaCo-MLP -> pixels (B,N,p*p*C)
+
+Where paper and released code differ, and what is done here:
+  1. Sec. 2.2 has ReLU after the hidden layers; Algorithm 1 shows none; the release has none before
+     and after M, so that three linear maps meet there. As released; `relu_around_m` is the text.
+  2. The release builds a final norm in the encoder and never calls it. Here there is none.
+  3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`).
+  4. The release decodes all patches and masks the loss, Algorithm 1 decodes the hidden ones. As in
+     the paper.
+  5. "PositionalEmbedding" in Algorithm 1 is the release's Fourier features of the patch's centre.
+  6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.
+  7. The release stores M on the module between calls, and un-normalises by a standard deviation
+     plus 1e-6. Here M is an argument, and un-normalising is the exact inverse (ViT.paint).
+  8. The mlp's l layers count M (Table 3), and the first has index 0: `modulated_layer` 1 has one
+     layer before it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, visible_count
+
+
+def fourier_features(coords, frequencies):
+    """Coordinates (...,2) in -1 ... 1 -> (...,4 F): cos, then sin, of each of the F frequencies
+    times pi, of the row and then of the column. In float32. (minr.py has it too.)"""
+    phase = (coords[..., None] * frequencies).flatten(-2) * math.pi    # (..., 2 F)
+    return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 4 F)
+
+
+class HyperMAE(nn.Module):
+    """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
+    the paper's (Table 3), ViT-B/16, with normalised targets.
+
+    Args:
+        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        mask_ratio: share of the patches that is hidden (Table 10)
+        norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
+        n_weight_tokens: weight tokens (Table 4)
+        feat2w_depth: blocks of Feat2W, shared ones included (Table 5)
+        shared_blocks: the encoder's last blocks that are Feat2W's first (Table 6)
+        mlp_depth: layers of the PaCo-MLP, M included (Table 8)
+        hidden_dim: width of the PaCo-MLP (Table 9)
+        modulated_layer: the layer that M is, at most mlp_depth - 2 (Table 7)
+        pe_dim: cosines of the Fourier features, and as many sines
+        pe_sigma: highest frequency of the Fourier features, in half periods a half image
+        out_bias: added to the pixels
+        relu_around_m: ReLU before and after M, as in the text
+        loss_on: masked or all patches (Table 11)
+    """
+
+    recipe = dict(  # Table 12; released code: the crop's scale, the flip
+        optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
+        batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
+    small = dict(  # ours, for 32x32 pictures: 8 by 8 patches need no high frequencies
+        lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
+        norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    lr_scale = 1.0
+
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
+                 mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,
+                 shared_blocks=0, mlp_depth=6, hidden_dim=256, modulated_layer=1, pe_dim=128,
+                 pe_sigma=1024.0, out_bias=0.5, relu_around_m=False, loss_on="masked"):
+        super().__init__()
+        if not 0 <= modulated_layer <= mlp_depth - 2:
+            raise ValueError(f"modulated_layer {modulated_layer} is not between 0 and mlp_depth "
+                             f"{mlp_depth} - 2: the last layer gives pixels")
+        if not 0 <= shared_blocks <= min(feat2w_depth, depth) or feat2w_depth < 1:
+            raise ValueError(f"shared_blocks {shared_blocks} is not between 0 and feat2w_depth "
+                             f"{feat2w_depth} (at least 1) and the encoder's {depth} blocks")
+        if pe_dim < 2 or pe_dim % 2 or pe_sigma <= 0 or n_weight_tokens < 1 or hidden_dim < 1:
+            raise ValueError(f"pe_dim {pe_dim} must be even and at least 2, pe_sigma {pe_sigma} "
+                             f"above 0, n_weight_tokens {n_weight_tokens} and hidden_dim "
+                             f"{hidden_dim} at least 1")
+        if loss_on not in ("masked", "all"):
+            raise ValueError(f"loss_on {loss_on} is not masked or all")
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
+        self.mask_ratio, self.norm_pix_loss, self.loss_on = mask_ratio, norm_pix_loss, loss_on
+        self.modulated_layer, self.relu_around_m = modulated_layer, relu_around_m
+        self.shared_blocks, self.out_bias = shared_blocks, out_bias
+        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        (h, w), (p, q) = self.encoder.grid, self.encoder.patch_size
+
+        self.weight_tokens = nn.Parameter(torch.empty(n_weight_tokens, dim).normal_(std=0.02))
+        self.feat2w_blocks = nn.ModuleList(
+            Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
+        self.proj = nn.Linear(dim, hidden_dim)
+        widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
+        rows = widths.pop(modulated_layer)                             # of M, the rest is learnt
+        self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
+        self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.apply(init_weights)
+
+        row, col = ((2 * torch.arange(n) + 1) / n - 1 for n in (h, w))  # centres in -1 ... 1
+        coords = torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1)  # (h, w, 2)
+        frequencies = torch.linspace(0, math.log(pe_sigma), pe_dim // 2).exp()  # (pe_dim/2,)
+        self.register_buffer("coords", coords.view(-1, 2), persistent=False)  # (L, 2)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def feat2w(self, images, ids_keep):
+        """The modulated weights M (B,h,h) that the visible patches ids_keep (B,K) give rise to.
+        With modulated_layer 0 they are (B,2 pe_dim,h)."""
+        blocks, n = self.encoder.blocks, len(self.weight_tokens)
+        own = len(blocks) - self.shared_blocks                         # that see no weight tokens
+        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
+        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F^12
+        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+K+n, D)
+        for block in [*blocks[own:], *self.feat2w_blocks]:
+            x = block(x)                                               # Sec. 2.2
+        return self.T @ self.proj(x[:, -n:])                           # (B, h, h) M = T Proj(W^4)
+
+    def inr(self, coords, M):
+        """The PaCo-MLP: coordinates (B,N,2) and M (B,h,h) -> pixels (B,N,p*p*C)."""
+        z, mod = fourier_features(coords, self.frequencies), self.modulated_layer
+        layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l of them
+        for i, layer in enumerate(layers):
+            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):
+                z = F.relu(z)
+            z = layer(z)                                               # (B, N, h)
+        return z + self.out_bias                                       # (B, N, p*p*C)
+
+    def forward(self, images, noise=None):
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
+        scalar, and {"loss"}, detached: the mean squared error of the decoded patches."""
+        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        M = self.feat2w(images, ids_keep)                              # (B, h, h)
+        if self.loss_on == "all":
+            ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
+        pred = self.inr(self.coords[ids], M).float()                   # (B, N, p*p*C)
+        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
+        loss = (pred - target).square().mean()
+        return loss, {"loss": loss.detach()}
+
+    def predict(self, images, noise):
+        """All patches (B,L,p*p*C) in raster order and in the space of the loss, which has trained
+        those of the hidden ones only, unless loss_on is "all"."""
+        ids_keep = self.encoder.mask(images, noise, self.mask_ratio)[0]
+        M = self.feat2w(images, ids_keep)                              # (B, h, h)
+        return self.inr(self.coords.expand(len(images), -1, -1), M)    # (B, L, p*p*C)
+
+    @torch.no_grad()
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, with their hidden patches painted, and the mask (B,L).
+
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        pred = self.inr(self.coords[ids_mask], self.feat2w(images, ids_keep))  # (B, M, p*p*C)
+        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
+                                  leak_free), mask

@@ -1,0 +1,276 @@
+"""What every method promises: its face, its arithmetic, and that each of its options does
+something. What is special to one is in its own file."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conftest import ROOT
+from tests.golden import distances, load
+from train import METHODS, knobs
+from vit import normalize_patches, patchify, unpatchify
+
+SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2)
+DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
+BASE = {
+    "mae": DECODER,
+    "crossmae": DECODER,
+    "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
+                     pe_sigma=4.0),
+}
+DECODER_OPTIONS = [dict(norm_pix_loss=False), dict(decoder_dim=32), dict(decoder_depth=1),
+                   dict(decoder_heads=4)]
+OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
+    "mae": [*DECODER_OPTIONS, dict(inter_block_attention=True)],
+    "crossmae": [*DECODER_OPTIONS, dict(prediction_ratio=0.25), dict(feature_maps="last"),
+                 dict(feature_maps=(1,)), dict(include_input=False), dict(self_attention=True),
+                 dict(softmax_weights=True), dict(project_maps=True)],
+    "hypermae": [dict(norm_pix_loss=False), dict(n_weight_tokens=5), dict(feat2w_depth=1),
+                 dict(shared_blocks=1), dict(shared_blocks=2), dict(mlp_depth=5),
+                 dict(hidden_dim=8), dict(modulated_layer=0), dict(modulated_layer=2),
+                 dict(pe_dim=12), dict(pe_sigma=2.0), dict(out_bias=0.0), dict(relu_around_m=True),
+                 dict(relu_around_m=True, modulated_layer=0), dict(loss_on="all")],
+}
+SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
+LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32)}     # what it takes to learn two images of noise
+CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS[name]]
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    return METHODS[name](**{**SMALL, **BASE[name], **options})
+
+
+def images_and_noise(B=3, C=3, L=24):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(B, C, 16, 24, generator=g), torch.rand(B, L, generator=g)
+
+
+def inputs_of(model):
+    return images_and_noise(C=model.encoder.in_chans, L=model.encoder.num_patches)
+
+
+def hidden_pixels(model, mask):
+    p, q = model.encoder.patch_size
+    return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), model.encoder.grid).bool()
+
+
+methods = pytest.mark.parametrize("name", METHODS)
+cases = pytest.mark.parametrize("name, options", CASES)
+
+
+@pytest.mark.parametrize("fixture, tolerances", [
+    ("mae", (2e-6, 1e-5, 1e-5)), ("crossmae", (2e-6, 1e-5, 1e-5)),
+    ("hypermae", (2e-6, 1e-4, 1e-5)), ("finetune_avg", (2e-6, 3e-6, 1e-5))])
+def test_golden(fixture, tolerances):
+    """Loss, predictions and gradients are the released ones."""
+    measured = distances(load(ROOT / f"tests/golden/{fixture}.pt"))
+    assert all(d <= most for d, most in zip(measured, tolerances)), measured
+
+
+@pytest.mark.parametrize("fixture", ["mae", "crossmae", "hypermae", "finetune_avg"])
+def test_golden_can_fail(fixture):
+    """The tolerance tells another epsilon apart."""
+    content = load(ROOT / f"tests/golden/{fixture}.pt")
+    content["config"]["norm_eps"] = 1e-2
+    assert distances(content)[1] > 1e-4
+
+
+@cases
+def test_every_trainable_parameter_gets_a_gradient(name, options):
+    model = build(name, **options)
+    loss, metrics = model(inputs_of(model)[0])
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.ndim == 0
+    assert not any(value.requires_grad or value.ndim for value in metrics.values())
+    assert metrics["loss"] == loss
+    dead = [n for n, p in model.named_parameters() if p.requires_grad and (
+        p.grad is None or not p.grad.any())]
+    assert dead == []
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} <= {
+        "decoder_pos_embed", "encoder.pos_embed"}
+
+
+@methods
+def test_every_argument_is_tested(name):
+    named = {key for options in SHARED + OPTIONS[name] for key in options}
+    assert knobs(METHODS[name]).keys() <= named
+
+
+@pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
+def test_each_option_changes_what_it_names(name, options):
+    """Either there are other parameters, or the same ones give another loss."""
+    base, model = build(name), build(name, **options)
+    shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
+    images, noise = images_and_noise()
+    if shapes == own_shapes:
+        model.load_state_dict(base.state_dict())
+    assert (model(images, noise)[0] - base(images, noise)[0]).abs() > 1e-6
+
+
+@cases
+def test_no_leak_from_hidden_pixels(name, options):
+    model = build(name, **options)
+    images, noise = inputs_of(model)
+    hidden = hidden_pixels(model, model.encoder.mask(images, noise, model.mask_ratio)[2])
+    other = images + hidden * torch.randn(images.shape)
+    assert torch.equal(model.predict(images, noise), model.predict(other, noise))
+    visible = images + ~hidden
+    assert not torch.allclose(model.predict(images, noise), model.predict(visible, noise))
+
+
+@methods
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+def test_loss_is_the_mean_over_hidden_patches(name, norm_pix_loss):
+    model, (images, noise) = build(name, norm_pix_loss=norm_pix_loss), images_and_noise()
+    target = patchify(images, 4)
+    target = normalize_patches(target)[0] if norm_pix_loss else target
+    mask = model.encoder.mask(images, noise, 0.75)[2].bool()
+    pred = model.predict(images, noise)                    # (B, L or hidden ones, N)
+    pred = pred[mask] if pred.shape[1] == 24 else pred.flatten(0, 1)
+    assert torch.allclose(model(images, noise)[0], (pred - target[mask]).square().mean(), atol=1e-5)
+
+
+@methods
+def test_order_of_the_noise_does_not_matter(name):
+    """Only who is visible does."""
+    model, (images, noise) = build(name), images_and_noise()
+    mask = model.encoder.mask(images, noise, 0.75)[2]
+    assert torch.allclose(model(images, noise)[0], model(images, mask)[0], atol=1e-6)
+    assert torch.allclose(model.predict(images, noise), model.predict(images, mask), atol=1e-5)
+
+
+@methods
+def test_own_mask_and_reconstruct(name):
+    model, (images, _) = build(name, norm_pix_loss=False), images_and_noise(2)
+    own = torch.ones(2, 24)
+    own[0, :6], own[1, 6:12] = 0, 0
+    painted, mask = model.reconstruct(images, own)
+    assert torch.equal(mask, own) and painted.shape == images.shape
+    hidden = hidden_pixels(model, mask).expand_as(images)
+    assert torch.equal(painted[~hidden], images[~hidden])              # visible pixels are copied
+    pred = model.predict(images, own)
+    pred = pred[mask.bool()] if pred.shape[1] == 24 else pred.flatten(0, 1)
+    assert torch.allclose(patchify(painted, 4)[mask.bool()], pred, atol=1e-6)
+    own[0, 6] = 0
+    with pytest.raises(ValueError, match="shows 7 of 24 patches, mask_ratio 0.75 shows 6"):
+        model.reconstruct(images, own)
+    assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12, 12]
+    with pytest.raises(ValueError, match="mask_ratio 0.0 shows"):
+        model.reconstruct(images, mask_ratio=0.0)
+
+
+@methods
+def test_normalised_predictions_get_statistics_back(name):
+    model, (images, noise) = build(name, norm_pix_loss=True), images_and_noise()
+    flatter, mask = model.reconstruct(images, noise)
+    mask, (_, mean, std) = mask.bool(), normalize_patches(patchify(images, 4))
+    pred = model.predict(images, noise)
+    pred = pred[mask] if pred.shape[1] == 24 else pred.flatten(0, 1)
+    assert torch.allclose(patchify(flatter, 4)[mask], pred * std[mask] + mean[mask], atol=1e-5)
+
+    honest = model.reconstruct(images, noise, leak_free=True)[0]
+    brighter = images + 3 * hidden_pixels(model, mask.float())         # the truth does not matter
+    again = model.reconstruct(brighter, noise, leak_free=True)[0]
+    assert torch.equal(patchify(again, 4)[mask], patchify(honest, 4)[mask])
+    assert not torch.allclose(honest, flatter)
+
+
+@methods
+def test_one_batch_overfits(name):
+    model = build(name, dim=32, norm_pix_loss=False, **LARGER.get(name, {}))
+    images, noise = images_and_noise(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    first = model(images, noise)[0].item()
+    for _ in range(300):
+        loss = model(images, noise)[0]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.3 * first
+
+
+@methods
+def test_bare_call_draws_a_new_mask(name):
+    model, (images, _) = build(name), images_and_noise()
+    assert model(images)[0] != model(images)[0]
+
+
+@methods
+def test_loss_is_float32_under_autocast(name):
+    model, (images, noise) = build(name), images_and_noise()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(images, noise)[0]
+    assert loss.dtype == torch.float32 and abs(loss - model(images, noise)[0]) < 0.05
+
+
+@methods
+def test_a_call_changes_nothing(name):
+    """No state on the module: neither buffers nor attributes."""
+    model, (images, noise) = build(name).eval(), images_and_noise()
+    before = copy.deepcopy(model.state_dict()), {*vars(model)}
+    loss = model(images, noise)[0]
+    model.reconstruct(images)
+    assert {*vars(model)} == before[1] and torch.equal(loss, model(images, noise)[0])
+    assert all(torch.equal(v, before[0][k]) for k, v in model.state_dict().items())
+
+
+@methods
+@pytest.mark.parametrize("options", [dict(mask_ratio=1.0), dict(img_size=30), dict(heads=3)])
+def test_impossible_sizes(name, options):
+    with pytest.raises(ValueError, match="mask_ratio 1.0 shows 0 of 24|img_size 30 is|width 16 is"):
+        build(name, **options)
+
+
+def train_under_ddp(rank, port):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name in METHODS:
+        model = build(name)
+        net = DistributedDataParallel(model)               # an unused parameter stops the next step
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images, noise = images_and_noise(4)
+        rows = slice(2 * rank, 2 * rank + 2)
+        for _ in range(2):
+            net(images[rows], noise[rows])[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = build(name)                                # the same two steps on all rows
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        for _ in range(2):
+            whole(images, noise)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for a, b in zip(model.parameters(), whole.parameters()):
+            assert torch.allclose(a, b, atol=1e-5), name
+    dist.destroy_process_group()
+
+
+def test_two_processes_are_one():
+    torch.multiprocessing.spawn(train_under_ddp, (29_000 + torch.randint(9_000, ()).item(),), 2)
+
+
+def giga_macs(function, *args):
+    """Multiply-accumulates of a call, in G; older versions do not count a CPU's fused attention."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function(*args)
+    return counter.get_total_flops() / 2e9
+
+
+def test_cost_at_vit_b():
+    """HyperMAE Table 1 (MAE 9.78 G with all patches embedded, HyperMAE 6.42), and CrossMAE's decoder
+    against MAE's (Figure 7: up to 3.7 times cheaper)."""
+    images, ids_keep = torch.zeros(1, 3, 224, 224), torch.arange(49)[None]
+    encoder = giga_macs(METHODS["mae"]().encoder, images, ids_keep)
+    mae = giga_macs(METHODS["mae"](), images)
+    embedding = 147 * 768 * 768 / 1e9                      # of hidden patches, which is left out
+    assert round(mae, 2) == 9.69 and round(mae + embedding, 2) == 9.78
+    assert giga_macs(METHODS["hypermae"](), images) < 6.42
+    for depth, ratios in ((12, {0.25: 2.6, 0.15: 3.7}), (8, {0.25: 3.9})):
+        model = METHODS["crossmae"](decoder_depth=depth)
+        for model.prediction_ratio, cheaper in ratios.items():
+            assert round((mae - encoder) / (giga_macs(model, images) - encoder), 1) == cheaper
