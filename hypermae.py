@@ -37,11 +37,19 @@ from torch import nn
 from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, visible_count
 
 
-def fourier_features(coords, frequencies):
-    """Coordinates (...,2) in -1 ... 1 -> (...,4 F): cos, then sin, of each of the F frequencies
-    times pi, of the row and then of the column. In float32. (minr.py has it too.)"""
-    phase = (coords[..., None] * frequencies).flatten(-2) * math.pi    # (..., 2 F)
-    return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 4 F)
+def grid_coords(size, device=None):
+    """The centres (H*W,2) of H x W cells, row and column, each in -1 ... 1. (minr.py too.)"""
+    row, col = ((2 * torch.arange(n, device=device) + 1) / n - 1 for n in size)
+    return torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1).view(-1, 2)
+
+
+def fourier_features(coords, dim, sigma):
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
+    frequencies, 1 to sigma, times the row and then the column. In float32, whatever the model is
+    in: the phase reaches pi sigma. (minr.py has it too.)"""
+    frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
+    phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
+    return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
 
 
 class HyperMAE(nn.Module):
@@ -59,7 +67,7 @@ class HyperMAE(nn.Module):
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: the layer that M is, at most mlp_depth - 2 (Table 7)
         pe_dim: cosines of the Fourier features, and as many sines
-        pe_sigma: highest frequency of the Fourier features, in half periods a half image
+        pe_sigma: highest frequency of the Fourier features, in periods an image
         out_bias: added to the pixels
         relu_around_m: ReLU before and after M, as in the text
         loss_on: masked or all patches (Table 11)
@@ -95,8 +103,9 @@ class HyperMAE(nn.Module):
         self.mask_ratio, self.norm_pix_loss, self.loss_on = mask_ratio, norm_pix_loss, loss_on
         self.modulated_layer, self.relu_around_m = modulated_layer, relu_around_m
         self.shared_blocks, self.out_bias = shared_blocks, out_bias
+        self.pe_dim, self.pe_sigma = pe_dim, pe_sigma
         visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
-        (h, w), (p, q) = self.encoder.grid, self.encoder.patch_size
+        p, q = self.encoder.patch_size
 
         self.weight_tokens = nn.Parameter(torch.empty(n_weight_tokens, dim).normal_(std=0.02))
         self.feat2w_blocks = nn.ModuleList(
@@ -107,12 +116,6 @@ class HyperMAE(nn.Module):
         self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
         self.apply(init_weights)
-
-        row, col = ((2 * torch.arange(n) + 1) / n - 1 for n in (h, w))  # centres in -1 ... 1
-        coords = torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1)  # (h, w, 2)
-        frequencies = torch.linspace(0, math.log(pe_sigma), pe_dim // 2).exp()  # (pe_dim/2,)
-        self.register_buffer("coords", coords.view(-1, 2), persistent=False)  # (L, 2)
-        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def feat2w(self, images, ids_keep):
         """The modulated weights M (B,h,h) that the visible patches ids_keep (B,K) give rise to.
@@ -127,8 +130,9 @@ class HyperMAE(nn.Module):
         return self.T @ self.proj(x[:, -n:])                           # (B, h, h) M = T Proj(W^4)
 
     def inr(self, coords, M):
-        """The PaCo-MLP: coordinates (B,N,2) and M (B,h,h) -> pixels (B,N,p*p*C)."""
-        z, mod = fourier_features(coords, self.frequencies), self.modulated_layer
+        """The PaCo-MLP: coordinates (B,N,2), or (N,2) for all images, and M (B,h,h) -> pixels
+        (B,N,p*p*C)."""
+        z, mod = fourier_features(coords, self.pe_dim, self.pe_sigma), self.modulated_layer
         layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l of them
         for i, layer in enumerate(layers):
             if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):
@@ -143,7 +147,8 @@ class HyperMAE(nn.Module):
         M = self.feat2w(images, ids_keep)                              # (B, h, h)
         if self.loss_on == "all":
             ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
-        pred = self.inr(self.coords[ids], M).float()                   # (B, N, p*p*C)
+        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, N, 2)
+        pred = self.inr(coords, M).float()                             # (B, N, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
         loss = (pred - target).square().mean()
         return loss, {"loss": loss.detach()}
@@ -153,7 +158,7 @@ class HyperMAE(nn.Module):
         those of the hidden ones only, unless loss_on is "all"."""
         ids_keep = self.encoder.mask(images, noise, self.mask_ratio)[0]
         M = self.feat2w(images, ids_keep)                              # (B, h, h)
-        return self.inr(self.coords.expand(len(images), -1, -1), M)    # (B, L, p*p*C)
+        return self.inr(grid_coords(self.encoder.grid, images.device), M)  # (B, L, p*p*C)
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
@@ -164,6 +169,7 @@ class HyperMAE(nn.Module):
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        pred = self.inr(self.coords[ids_mask], self.feat2w(images, ids_keep))  # (B, M, p*p*C)
+        coords = grid_coords(self.encoder.grid, images.device)[ids_mask]  # (B, M, 2)
+        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, M, p*p*C)
         return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
                                   leak_free), mask

@@ -33,10 +33,12 @@ from tqdm import tqdm
 
 from crossmae import CrossMAE
 from hypermae import HyperMAE
+from imae import IMAE
 from mae import MAE
+from minr import MINR
 from vit import SIZES, from_released, grid_of, mask_noise, pair, transfer, unpatchify
 
-METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE}
+METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
 # ---------------------------------------------------------------------------------------- options

@@ -245,6 +245,11 @@ class ViT(nn.Module):
             check_mask(noise, mask_ratio)
         return masking(noise.float(), mask_ratio)
 
+    def pixels_of(self, mask):
+        """A mask of patches (B,L) as one of pixels (B,1,H,W)."""
+        p, q = self.patch_size
+        return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
+
     def targets(self, images, ids, normalized=False):
         """Patches ids (B,M) of images, float32, each normalised if asked: (B,M,p*q*C)."""
         patches = take(patchify(images, self.patch_size), ids).float()
@@ -315,10 +320,12 @@ def to_released(model):
 def transfer(model, state, grid=None):
     """Start `model` from the encoder in a state dict of our names, and from the rest of it, unless
     that is another decoder or head (not nine tenths of it alike). Positions of another `grid`
-    (None: a released file's, square) are interpolated.
+    (None: a released file's, square) are interpolated; a frozen teacher in either is left alone.
 
     Returns lines that say what was not taken over. ValueError lists every key that does not fit."""
-    own, notes, new_grid = model.state_dict(), [], model.encoder.grid
+    own, state = ({k: v for k, v in d.items() if not k.startswith("teacher.")}
+                  for d in (model.state_dict(), state))
+    notes, new_grid = [], model.encoder.grid
     for name in state.keys() & own.keys() & {"encoder.pos_embed", "decoder_pos_embed"}:
         L = state[name].shape[1] - 1
         old_grid = grid or (math.isqrt(L),) * 2

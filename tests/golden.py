@@ -13,11 +13,14 @@ from torch import nn
 from crossmae import CrossMAE
 from finetune import Classifier
 from hypermae import HyperMAE
+from imae import IMAE
 from mae import MAE
+from minr import MINR
 from vit import MLP, from_released
 
-EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pred_indices",
-            "modulation_matrix", "pred_returned")
+EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pred_indices", "psnr",
+            "modulation_matrix", "pred_returned", "pixels", "modulations", "hyponet_weights",
+            "branch_latent", "weak_idx", "loss_with_distill", "loss_without_distill")
 
 
 def load(path):
@@ -120,6 +123,68 @@ def replay_hypermae(fixture):
             "grads": gradients(model, loss, fixture, released)}
 
 
+def replay_minr(fixture):
+    """From the weight tokens on: a fixture has no images."""
+    config, state = fixture["config"], fixture["state_dict"]
+    model = MINR(
+        8, 4, config["output_dim"], config["token_dim"], 1, 1, hypernetwork=config["variant"],
+        modulated_layers=config["modulated_layer_idxs"], mlp_depth=config["n_layer"],
+        hidden_dim=config["hidden_dim"][0], groups=config["n_weight_groups"][0],
+        ff_dim=config["ff_dim"], ff_sigma=config["ff_sigma"], out_bias=config["output_bias"])
+    ours = {}                                              # {released name: our parameter(s)}
+    for i, (W, bias) in enumerate(zip(model.weights, model.biases)):
+        own, factor = i in model.groups, f"shared_factor.linear_wb{i}"
+        base = torch.zeros_like(state[f"hyponet.params_dict.linear_wb{i}"][:-1])
+        ours[f"hyponet.params_dict.linear_wb{i}"] = (base if factor in state else W, bias)
+        if factor in state:
+            ours[factor] = (W,)
+        if own:
+            for name, p in model.to_weights[str(i)].named_parameters():
+                ours[f"group_modulation_postfc.linear_wb{i}.{name}"] = (p,)
+    with torch.no_grad():
+        for name, (first, *bias) in ours.items():
+            value = state[name]
+            first.copy_(value[:-1] if bias else value.view_as(first))
+            bias and bias[0].copy_(value[-1])
+    tokens = fixture["weight_tokens"].clone().requires_grad_()
+    coords = fixture["coords"]                             # (B, H, W, 2)
+    pred = model.inr(coords.flatten(1, 2), model.modulate(tokens)).view(fixture["target"].shape)
+    loss = (pred - fixture["target"]).square().mean()
+    loss.backward()
+
+    def grad(first, *bias):
+        g = torch.zeros_like(first) if first.grad is None else first.grad
+        return torch.cat([g, bias[0].grad[None]]) if bias else g
+    grads = {name: grad(*parts).view_as(state[name]) for name, parts in ours.items()}
+    grads["weight_tokens"] = tokens.grad
+    return {"loss": loss.detach(), "pred": pred.detach(),
+            "grads": {name: grads[name] for name in (fixture.get("grad_names") or grads)}}
+
+
+def replay_imae(fixture):
+    """The fixture brings the teacher's latents in place of a teacher."""
+    config, a = fixture["config"], fixture["config"]["lam"]
+    model = IMAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"])
+    names = {"decoder_embed.0": "decoder_embed1", "decoder_embed.1": "decoder_embed2"}
+
+    def released(name):
+        first, dot, last = name.rpartition(".")
+        return names.get(first, first) + dot + last
+    prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
+                            for name in model.state_dict()})
+    model.norm_pix_loss = False                            # the release accepts and ignores it
+    model.distill_weight = float(config["distill"])
+    order = ("x1", "x2") if a <= 0.5 else ("x2", "x1")
+    latents = [fixture[f"teacher_latent_{name}"] for name in order]
+    model.teach = lambda images, ids_keep: torch.cat(latents)
+    x1, x2, noise = fixture["x1"], fixture["x2"], fixture["noise"]
+    loss, _ = model(x1, noise, x2, a)
+    with torch.no_grad():
+        pred = model.run(x1, x2, a, noise, model.mask_ratio)[0]
+    return {"loss": loss.detach(), "pred": pred,
+            "grads": gradients(model, loss, fixture, released)}
+
+
 def replay_finetune(fixture):
     config = fixture["config"]
     pool = {"avg": "mean", "token": "token"}[config["global_pool"]]
@@ -132,7 +197,7 @@ def replay_finetune(fixture):
 
 
 REPLAY = {"mae": replay_mae, "crossmae": replay_crossmae, "hypermae": replay_hypermae,
-          "finetune": replay_finetune}
+          "minr": replay_minr, "imae": replay_imae, "finetune": replay_finetune}
 
 
 def replay(fixture):

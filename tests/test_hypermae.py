@@ -68,7 +68,8 @@ def test_only_what_the_loss_needs_is_decoded(monkeypatch):
 
 
 def test_loss_on_all_patches():
-    model, (images, noise) = build("hypermae", loss_on="all", norm_pix_loss=False), images_and_noise()
+    model = build("hypermae", loss_on="all", norm_pix_loss=False)
+    images, noise = images_and_noise()
     ids = torch.arange(24).expand(3, -1)
     wanted = (model.predict(images, noise) - model.encoder.targets(images, ids)).square().mean()
     assert torch.allclose(model(images, noise)[0], wanted, atol=1e-5)

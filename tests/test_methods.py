@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import ROOT
 from tests.golden import distances, load
 from train import METHODS, knobs
-from vit import normalize_patches, patchify, unpatchify
+from vit import normalize_patches, patchify
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2)
 DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
@@ -22,6 +22,8 @@ BASE = {
     "crossmae": DECODER,
     "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
                      pe_sigma=4.0),
+    "minr": dict(hidden_dim=8, groups=4, ff_dim=4, ff_sigma=4.0, mlp_depth=4),
+    "imae": DECODER,
 }
 DECODER_OPTIONS = [dict(norm_pix_loss=False), dict(decoder_dim=32), dict(decoder_depth=1),
                    dict(decoder_heads=4)]
@@ -35,9 +37,18 @@ OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
                  dict(hidden_dim=8), dict(modulated_layer=0), dict(modulated_layer=2),
                  dict(pe_dim=12), dict(pe_sigma=2.0), dict(out_bias=0.0), dict(relu_around_m=True),
                  dict(relu_around_m=True, modulated_layer=0), dict(loss_on="all")],
+    "minr": [dict(hypernetwork="transinr"), dict(modulated_layers=(0, 2)), dict(mlp_depth=3),
+             dict(hypernetwork="transinr", modulated_layers=(2,)), dict(hidden_dim=12),
+             dict(groups=2), dict(ff_dim=8), dict(ff_sigma=2.0), dict(out_bias=0.0),
+             dict(loss_on="masked"), dict(coord_jitter=True), dict(pixel_fraction=0.3),
+             dict(encode_visible_only=True)],
+    "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
+             dict(teacher=dict(dim=12, depth=1, heads=2)),
+             dict(teacher=dict(dim=12, depth=1, heads=2), distill_weight=0.5)],
 }
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
-LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32)}     # what it takes to learn two images of noise
+LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
+          "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
 CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS[name]]
 
 
@@ -55,25 +66,35 @@ def inputs_of(model):
     return images_and_noise(C=model.encoder.in_chans, L=model.encoder.num_patches)
 
 
-def hidden_pixels(model, mask):
-    p, q = model.encoder.patch_size
-    return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), model.encoder.grid).bool()
+def loss_of(model, images, noise):
+    """The loss, a function of these alone: with a partner and a weight where there are pairs."""
+    pairs = (images.roll(1, 0), 0.3) if getattr(model, "pairs", False) else ()
+    return model(images, noise, *pairs)[0]
 
 
+def at_hidden(pred, mask):
+    """predict's rows at the hidden patches: it gives all patches, or (CrossMAE) just those."""
+    return pred[mask.bool()] if pred.shape[1] == mask.shape[1] else pred.flatten(0, 1)
+
+
+normalising = pytest.mark.parametrize("name", [n for n in METHODS if "norm_pix_loss" in
+                                               knobs(METHODS[n])])
 methods = pytest.mark.parametrize("name", METHODS)
 cases = pytest.mark.parametrize("name, options", CASES)
 
 
 @pytest.mark.parametrize("fixture, tolerances", [
     ("mae", (2e-6, 1e-5, 1e-5)), ("crossmae", (2e-6, 1e-5, 1e-5)),
-    ("hypermae", (2e-6, 1e-4, 1e-5)), ("finetune_avg", (2e-6, 3e-6, 1e-5))])
+    ("hypermae", (2e-6, 1e-4, 1e-5)), ("minr_ginr", (2e-6, 3e-5, 5e-6)),
+    ("minr_transinr", (2e-6, 3e-5, 5e-6)), ("imae", (2e-6, 1e-5, 1e-5)),
+    ("finetune_avg", (2e-6, 3e-6, 1e-5))])
 def test_golden(fixture, tolerances):
     """Loss, predictions and gradients are the released ones."""
     measured = distances(load(ROOT / f"tests/golden/{fixture}.pt"))
     assert all(d <= most for d, most in zip(measured, tolerances)), measured
 
 
-@pytest.mark.parametrize("fixture", ["mae", "crossmae", "hypermae", "finetune_avg"])
+@pytest.mark.parametrize("fixture", ["mae", "crossmae", "hypermae", "imae", "finetune_avg"])
 def test_golden_can_fail(fixture):
     """The tolerance tells another epsilon apart."""
     content = load(ROOT / f"tests/golden/{fixture}.pt")
@@ -92,14 +113,13 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
     dead = [n for n, p in model.named_parameters() if p.requires_grad and (
         p.grad is None or not p.grad.any())]
     assert dead == []
-    assert {n for n, p in model.named_parameters() if not p.requires_grad} <= {
-        "decoder_pos_embed", "encoder.pos_embed"}
+    assert {n for n, p in model.named_parameters() if not p.requires_grad and
+            not n.startswith("teacher.")} <= {"decoder_pos_embed", "encoder.pos_embed"}
 
 
 @methods
 def test_every_argument_is_tested(name):
-    named = {key for options in SHARED + OPTIONS[name] for key in options}
-    assert knobs(METHODS[name]).keys() <= named
+    assert knobs(METHODS[name]).keys() <= {k for o in SHARED + OPTIONS[name] for k in o}
 
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
@@ -110,30 +130,34 @@ def test_each_option_changes_what_it_names(name, options):
     images, noise = images_and_noise()
     if shapes == own_shapes:
         model.load_state_dict(base.state_dict())
-    assert (model(images, noise)[0] - base(images, noise)[0]).abs() > 1e-6
+    losses = []
+    for m in (base, model):
+        torch.manual_seed(0)                               # for what the model draws itself
+        losses.append(m(images, noise)[0])
+    assert (losses[0] - losses[1]).abs() > 1e-6
 
 
 @cases
 def test_no_leak_from_hidden_pixels(name, options):
     model = build(name, **options)
     images, noise = inputs_of(model)
-    hidden = hidden_pixels(model, model.encoder.mask(images, noise, model.mask_ratio)[2])
+    hidden = model.encoder.pixels_of(model.encoder.mask(images, noise, model.mask_ratio)[2]).bool()
     other = images + hidden * torch.randn(images.shape)
     assert torch.equal(model.predict(images, noise), model.predict(other, noise))
     visible = images + ~hidden
     assert not torch.allclose(model.predict(images, noise), model.predict(visible, noise))
 
 
-@methods
-@pytest.mark.parametrize("norm_pix_loss", [True, False])
-def test_loss_is_the_mean_over_hidden_patches(name, norm_pix_loss):
-    model, (images, noise) = build(name, norm_pix_loss=norm_pix_loss), images_and_noise()
+@pytest.mark.parametrize("name, options", [
+    *[(n, dict(norm_pix_loss=norm)) for n in ("mae", "crossmae", "hypermae") for norm in (0, 1)],
+    ("minr", dict(loss_on="masked")), ("minr", dict(loss_on="masked", hypernetwork="transinr"))])
+def test_loss_is_the_mean_over_hidden_patches(name, options):
+    model, (images, noise) = build(name, **options), images_and_noise()
     target = patchify(images, 4)
-    target = normalize_patches(target)[0] if norm_pix_loss else target
-    mask = model.encoder.mask(images, noise, 0.75)[2].bool()
-    pred = model.predict(images, noise)                    # (B, L or hidden ones, N)
-    pred = pred[mask] if pred.shape[1] == 24 else pred.flatten(0, 1)
-    assert torch.allclose(model(images, noise)[0], (pred - target[mask]).square().mean(), atol=1e-5)
+    target = normalize_patches(target)[0] if options.get("norm_pix_loss") else target
+    mask = model.encoder.mask(images, noise, 0.75)[2]
+    error = at_hidden(model.predict(images, noise), mask) - target[mask.bool()]
+    assert torch.allclose(model(images, noise)[0], error.square().mean(), atol=1e-5)
 
 
 @methods
@@ -141,21 +165,21 @@ def test_order_of_the_noise_does_not_matter(name):
     """Only who is visible does."""
     model, (images, noise) = build(name), images_and_noise()
     mask = model.encoder.mask(images, noise, 0.75)[2]
-    assert torch.allclose(model(images, noise)[0], model(images, mask)[0], atol=1e-6)
+    assert torch.allclose(loss_of(model, images, noise), loss_of(model, images, mask), atol=1e-6)
     assert torch.allclose(model.predict(images, noise), model.predict(images, mask), atol=1e-5)
 
 
 @methods
 def test_own_mask_and_reconstruct(name):
-    model, (images, _) = build(name, norm_pix_loss=False), images_and_noise(2)
+    options = dict(norm_pix_loss=False) if "norm_pix_loss" in knobs(METHODS[name]) else {}
+    model, (images, _) = build(name, **options), images_and_noise(2)
     own = torch.ones(2, 24)
     own[0, :6], own[1, 6:12] = 0, 0
     painted, mask = model.reconstruct(images, own)
     assert torch.equal(mask, own) and painted.shape == images.shape
-    hidden = hidden_pixels(model, mask).expand_as(images)
+    hidden = model.encoder.pixels_of(mask).bool().expand_as(images)
     assert torch.equal(painted[~hidden], images[~hidden])              # visible pixels are copied
-    pred = model.predict(images, own)
-    pred = pred[mask.bool()] if pred.shape[1] == 24 else pred.flatten(0, 1)
+    pred = at_hidden(model.predict(images, own), mask)
     assert torch.allclose(patchify(painted, 4)[mask.bool()], pred, atol=1e-6)
     own[0, 6] = 0
     with pytest.raises(ValueError, match="shows 7 of 24 patches, mask_ratio 0.75 shows 6"):
@@ -165,17 +189,16 @@ def test_own_mask_and_reconstruct(name):
         model.reconstruct(images, mask_ratio=0.0)
 
 
-@methods
+@normalising
 def test_normalised_predictions_get_statistics_back(name):
     model, (images, noise) = build(name, norm_pix_loss=True), images_and_noise()
     flatter, mask = model.reconstruct(images, noise)
     mask, (_, mean, std) = mask.bool(), normalize_patches(patchify(images, 4))
-    pred = model.predict(images, noise)
-    pred = pred[mask] if pred.shape[1] == 24 else pred.flatten(0, 1)
+    pred = at_hidden(model.predict(images, noise), mask)
     assert torch.allclose(patchify(flatter, 4)[mask], pred * std[mask] + mean[mask], atol=1e-5)
 
     honest = model.reconstruct(images, noise, leak_free=True)[0]
-    brighter = images + 3 * hidden_pixels(model, mask.float())         # the truth does not matter
+    brighter = images + 3 * model.encoder.pixels_of(mask.float())      # the truth does not matter
     again = model.reconstruct(brighter, noise, leak_free=True)[0]
     assert torch.equal(patchify(again, 4)[mask], patchify(honest, 4)[mask])
     assert not torch.allclose(honest, flatter)
@@ -183,12 +206,12 @@ def test_normalised_predictions_get_statistics_back(name):
 
 @methods
 def test_one_batch_overfits(name):
-    model = build(name, dim=32, norm_pix_loss=False, **LARGER.get(name, {}))
+    model = build(name, dim=32, **LARGER.get(name, {}))
     images, noise = images_and_noise(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    first = model(images, noise)[0].item()
+    first = loss_of(model, images, noise).item()
     for _ in range(300):
-        loss = model(images, noise)[0]
+        loss = loss_of(model, images, noise)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -205,8 +228,8 @@ def test_bare_call_draws_a_new_mask(name):
 def test_loss_is_float32_under_autocast(name):
     model, (images, noise) = build(name), images_and_noise()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(images, noise)[0]
-    assert loss.dtype == torch.float32 and abs(loss - model(images, noise)[0]) < 0.05
+        loss = loss_of(model, images, noise)
+    assert loss.dtype == torch.float32 and abs(loss - loss_of(model, images, noise)) < 0.05
 
 
 @methods
@@ -214,9 +237,9 @@ def test_a_call_changes_nothing(name):
     """No state on the module: neither buffers nor attributes."""
     model, (images, noise) = build(name).eval(), images_and_noise()
     before = copy.deepcopy(model.state_dict()), {*vars(model)}
-    loss = model(images, noise)[0]
+    loss = loss_of(model, images, noise)
     model.reconstruct(images)
-    assert {*vars(model)} == before[1] and torch.equal(loss, model(images, noise)[0])
+    assert {*vars(model)} == before[1] and torch.equal(loss, loss_of(model, images, noise))
     assert all(torch.equal(v, before[0][k]) for k, v in model.state_dict().items())
 
 
@@ -229,23 +252,18 @@ def test_impossible_sizes(name, options):
 
 def train_under_ddp(rank, port):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    images, noise = images_and_noise(4)
     for name in METHODS:
-        model = build(name)
-        net = DistributedDataParallel(model)               # an unused parameter stops the next step
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        images, noise = images_and_noise(4)
-        rows = slice(2 * rank, 2 * rank + 2)
-        for _ in range(2):
-            net(images[rows], noise[rows])[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        whole = build(name)                                # the same two steps on all rows
-        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-        for _ in range(2):
-            whole(images, noise)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for a, b in zip(model.parameters(), whole.parameters()):
+        models = build(name), build(name)                  # an unused parameter stops the 2nd step
+        for net, rows in ((DistributedDataParallel(models[0]), slice(2 * rank, 2 * rank + 2)),
+                          (models[1], slice(0, 4))):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            pairs = (images.roll(1, 0)[rows], 0.3) if name == "imae" else ()
+            for _ in range(2):
+                net(images[rows], noise[rows], *pairs)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for a, b in zip(*(model.parameters() for model in models)):
             assert torch.allclose(a, b, atol=1e-5), name
     dist.destroy_process_group()
 
@@ -262,8 +280,8 @@ def giga_macs(function, *args):
 
 
 def test_cost_at_vit_b():
-    """HyperMAE Table 1 (MAE 9.78 G with all patches embedded, HyperMAE 6.42), and CrossMAE's decoder
-    against MAE's (Figure 7: up to 3.7 times cheaper)."""
+    """HyperMAE Table 1 (MAE 9.78 G with all patches embedded, HyperMAE 6.42), and CrossMAE's
+    decoder against MAE's (Figure 7: up to 3.7 times cheaper)."""
     images, ids_keep = torch.zeros(1, 3, 224, 224), torch.arange(49)[None]
     encoder = giga_macs(METHODS["mae"]().encoder, images, ids_keep)
     mae = giga_macs(METHODS["mae"](), images)

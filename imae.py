@@ -1,0 +1,249 @@
+"""i-MAE: encode a mixture of two images, and take the latent apart again by linear layers.
+
+Zhang, Shen: i-MAE, Are Latent Representations in Masked Autoencoders Linearly Separable?
+(arXiv 2210.11470).
+
+The encoder sees the visible patches of a weighted sum of two images. One linear layer for each
+image maps the latent to the input of a shared MAE decoder, which has to paint that image: branch 1
+the subordinate one (of the smaller weight), branch 2 the dominant one. Distillation pulls each
+branch towards the latent that a frozen MAE, the teacher, has of that image unmixed.
+
+    B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
+    a the weight of the first image (Algorithm 1's alpha), z_1 and z_2 the branches, w_1 and w_2
+    the teacher's latents of the same images
+    a x1 + (1-a) x2 (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> z (2B,1+K,E)
+    -> decoder -> pixels of the hidden patches (2B,M,p*p*C)
+
+Where paper and released code differ, and what is done here:
+  1. Algorithm 1 gives the teacher each image unmixed; the release computes both latents from the
+     mixture. As in the paper, under the student's mask.
+  2. Algorithm 1's l2_loss(z1, x1) means w1. What is compared are the teacher's latents through its
+     decoder embedding, and z after F_1 and F_2, which map to the decoder's width (release).
+  3. At exactly a = 0.5 the first image is the subordinate one (release).
+  4. The losses of the branches are added, not averaged (both).
+  5. The release accepts norm_pix_loss and ignores it; here it works.
+  6. The release keeps MAE's decoder embedding without a use; here F_1 and F_2 replace it, and
+     start from it if the model does from an MAE (`--init`, as its script).
+  7. The paper mixes within the batch; train.py takes partners from the whole data set, so that
+     `--same_class` can be exact. Bare calls use the batch.
+  8. Epochs are not stated: MAE's. On ImageNet: masks 75% of normalised patches to classify, 50%
+     of plain ones to look at (Table 1).
+"""
+
+import torch
+from torch import nn
+
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, mask_noise,
+                 sincos_pos_embed, take, visible_count)
+
+
+class IMAE(nn.Module):
+    """`loss, metrics = model(images)`; `unmix` takes mixtures apart, `reconstruct` paints and
+    `encoder` gives features. Defaults: the paper's, ViT-B/16.
+
+    Args:
+        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        teacher: None, or dim, depth and heads of a frozen MAE's encoder, a dict
+        mask_ratio: share of the patches that is hidden
+        norm_pix_loss: predict patches normalised by their own mean and variance
+        decoder_dim: width of the decoder
+        decoder_depth: blocks of the decoder
+        decoder_heads: attention heads of the decoder
+        branches: 2, or 1 for the subordinate image alone
+        beta: b of Beta(b, b), from which the weight of the first image is drawn
+        distill_weight: of the distillation (c; 1 with a --teacher, 0 without)
+    """
+
+    recipe = dict(  # Table 1 for CIFAR (ImageNet: blr 1e-3, crop 0.2, flip), Table 2; epochs: MAE's
+        optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
+        batch_size=4096, epochs=800, warmup_epochs=40, crop=1.0, flip=False)
+    small = dict(  # ours, MAE's
+        lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=0.2, flip=True,
+        decoder_dim=64, decoder_depth=2, decoder_heads=2)
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    lr_scale = 1.0
+    pairs = True                                           # the loop supplies partners
+
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
+                 teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
+                 decoder_depth=8, decoder_heads=16, branches=2, beta=1.0,
+                 distill_weight: float = None):
+        super().__init__()
+        if branches not in (1, 2):
+            raise ValueError(f"branches {branches} is not 1 or 2")
+        if not beta > 0:
+            raise ValueError(f"beta {beta} is not above 0")
+        if distill_weight is None:
+            distill_weight = 1.0 if teacher else 0.0
+        if distill_weight < 0 or distill_weight > 0 and not teacher:
+            raise ValueError(f"distill_weight {distill_weight} needs a teacher: --teacher FILE"
+                             if distill_weight > 0 else f"distill_weight {distill_weight} is < 0")
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
+        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
+        self.beta, self.distill_weight = beta, distill_weight
+        p, q = self.encoder.patch_size
+
+        self.decoder_embed = nn.ModuleList(                            # F_1, F_2
+            nn.Linear(dim, decoder_dim) for _ in range(branches))
+        self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
+        self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
+            sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)
+        self.decoder_blocks = nn.ModuleList(
+            Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
+        self.apply(init_weights)
+        self.teacher = None
+        if teacher:                                                    # its weights are loaded
+            self.teacher = nn.ModuleDict(dict(
+                encoder=ViT(img_size, patch_size, in_chans, **teacher),
+                decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
+
+    def from_mae(self, state):
+        """An MAE's state dict in this model's names: its decoder embedding starts all branches."""
+        return {name.replace("decoder_embed.", f"decoder_embed.{i}."): value
+                for name, value in state.items()
+                for i in range(len(self.decoder_embed) if name in (
+                    "decoder_embed.weight", "decoder_embed.bias") else 1)}
+
+    def mixture(self, images, partners, mix):
+        """mix: a number or (B,) -> the mixture, and (images, partners) as (subordinate, dominant);
+        all (B,C,H,W)."""
+        a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
+        first = a <= 0.5                                               # is the subordinate one
+        pair = torch.where(first, images, partners), torch.where(first, partners, images)
+        return a * images + (1 - a) * partners, pair
+
+    def encode(self, mixture, ids_keep):
+        """A mixture's visible patches ids_keep (B,K) -> each branch's latent: [(B,1+K,E)]."""
+        latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D)
+        return [branch(latent) for branch in self.decoder_embed]
+
+    def decode(self, z, ids_keep, ids_mask):
+        """Latents z (B,1+K,E) -> predictions (B,L,p*p*C) in noise order, as mae.MAE.decode."""
+        pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
+        x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
+                       z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
+                       self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) what is hidden
+        for block in self.decoder_blocks:
+            x = block(x)                                               # (B, 1+L, E)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
+
+    @torch.no_grad()
+    def teach(self, images, ids_keep):
+        """The teacher's latents w (B,1+K,E) of the same patches of images."""
+        return self.teacher["decoder_embed"](self.teacher["encoder"](images, ids_keep))
+
+    def forward(self, images, noise=None, partners=None, mix=None):
+        """Images and partners (B,C,H,W; None: the images before), normalised, noise (B,L; None:
+        random) and mix, the weight of images, a number or (B,) (None: Beta(b, b)) -> the loss, a
+        float32 scalar, and its parts, detached: {"loss", "subordinate", "dominant", "distill"}."""
+        partners = images.roll(1, 0) if partners is None else partners
+        mix = torch.distributions.Beta(self.beta, self.beta).sample() if mix is None else mix
+        mixture, pair = self.mixture(images, partners, mix)
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        zs = self.encode(mixture, ids_keep)                            # (B, 1+K, E) a branch
+        n, (keep, hide) = len(zs), (ids.repeat(len(zs), 1) for ids in (ids_keep, ids_mask))
+        pred = self.decode(torch.cat(zs), keep, hide)[:, keep.shape[1]:].float()  # (nB, M, p*p*C)
+        target = self.encoder.targets(torch.cat(pair[:n]), hide, self.norm_pix_loss)
+        recon = (pred - target).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) a branch
+        distill = torch.zeros_like(recon[0])
+        if self.distill_weight > 0:                                    # both terms of distill()
+            w = self.teach(torch.cat(pair[:n]), keep)                  # (nB, 1+K, E)
+            distill = n * (torch.cat(zs).float() - w.float()).square().mean()
+        loss = recon.sum() + self.distill_weight * distill
+        names = ("loss", "subordinate", "dominant")[:n + 1] + ("distill",)
+        return loss, {k: v.detach() for k, v in zip(names, (loss, *recon, distill))}
+
+    def run(self, images, partners, mix, noise, mask_ratio, exact=False):
+        """Predictions (B,L,p*p*C) in raster order, a branch, [subordinate, dominant], the images
+        that they are of, ids_keep and the mask (B,L)."""
+        mixture, pair = self.mixture(images, partners, mix)
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
+        order = torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1)  # (B, L)
+        pred = [take(self.decode(z, ids_keep, ids_mask), order)
+                for z in self.encode(mixture, ids_keep)]
+        return pred, pair, ids_keep, mask
+
+    def predict(self, images, noise):
+        """All patches (B,L,p*p*C) of images, not mixed, by the last branch, the dominant one; in
+        raster order and in the space of the loss."""
+        return self.run(images, images, 1.0, noise, self.mask_ratio)[0][-1]
+
+    @torch.no_grad()
+    def unmix(self, images, partners, mix, noise=None, mask_ratio=None, leak_free=False):
+        """What the branches paint of a mixture, every patch predicted: [subordinate, dominant] of
+        (B,C,H,W), and the mask (B,L). For the last arguments see reconstruct."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        pred, pair, ids_keep, mask = self.run(images, partners, mix, noise, mask_ratio, exact=True)
+        ids = torch.arange(self.encoder.num_patches, device=images.device).expand_as(mask)
+        return [self.encoder.paint(target, x, ids_keep, ids, self.norm_pix_loss, leak_free)
+                for x, target in zip(pred, pair)], mask
+
+    @torch.no_grad()
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised and not mixed, with their hidden patches painted by the
+        last branch, the dominant one, and the mask (B,L).
+
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        painted, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
+        return torch.where(self.encoder.pixels_of(mask).bool(), painted[-1], images), mask
+
+    def figures(self, images):
+        """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as Figures 6 and 7: a
+        row a weight; mixture, masked, subordinate prediction, with visible patches, targets."""
+        (x1, x2), rows, g = images[:2].split(1), [], torch.Generator().manual_seed(0)
+        noise = mask_noise("random", 1, self.encoder.grid, generator=g)
+        for a in MIXES:
+            (painted, *_), mask = self.unmix(x1, x2, a, noise.to(images.device))
+            mixture, hidden = self.mixture(x1, x2, a)[0], self.encoder.pixels_of(mask).bool()
+            rows.append(torch.cat([mixture, mixture * ~hidden, painted,
+                                   torch.where(hidden, painted, mixture), x1, x2]))
+        return {"unmix": torch.stack(rows)}
+
+
+MIXES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.45)                   # of Figures 6 and 7
+
+
+def ridge_r2(x, y, x_val, y_val, weight=1e-3):
+    """R^2 on val of the linear map x (N,a) -> y (N,b) that ridge regression fits: 1 - the share of
+    the variance of y_val that is left."""
+    x, y, x_val, y_val = (t.double() for t in (x, y, x_val, y_val))
+    x, x_val, y, centred = x - x.mean(0), x_val - x.mean(0), y - y.mean(0), y_val - y.mean(0)
+    gram = x.T @ x + weight * len(x) * torch.eye(x.shape[1], device=x.device)  # (a, a)
+    left = centred - x_val @ torch.linalg.solve(gram, x.T @ y)         # (N, b)
+    return 1 - (left.square().sum() / (y_val - y_val.mean(0)).square().sum()).item()
+
+
+@torch.no_grad()
+def separability(model, train, val):
+    """How linearly separable the latents are: for each weight a of the subordinate image {name:
+    value}, over the images val (N,C,H,W), normalised, each mixed with the one before. "psnr": of
+    the hidden pixels of the subordinate image, dB. With a teacher, R^2 of linear maps fitted on
+    `train` from the branches and from the mixed latent to its latents of the two images unmixed."""
+    rows, n = {}, len(model.decoder_embed)
+    std = torch.tensor(model.std, device=val.device).view(-1, 1, 1)
+
+    def look(images, a):
+        g = torch.Generator().manual_seed(0)
+        noise = mask_noise("random", len(images), model.encoder.grid, generator=g)
+        noise, partners = noise.to(images.device), images.roll(1, 0)
+        painted, mask = model.unmix(images, partners, a, noise)
+        hidden, count = model.encoder.pixels_of(mask), images[0].numel() * mask.mean()
+        error = (((painted[0] - images) * std).square() * hidden).sum((1, 2, 3)) / count
+        ids_keep, mixture = model.encoder.mask(images, noise, model.mask_ratio)[0], model.mixture(
+            images, partners, a)[0]
+        zs, mixed = model.encode(mixture, ids_keep), model.encoder(mixture, ids_keep)
+        ws = [model.teach(x, ids_keep) for x in (images, partners)] if model.teacher else []
+        return -10 * error.log10().mean().item(), *(
+            [t.flatten(0, 1) for t in part] for part in (zs, [mixed, mixed], ws))
+    for a in MIXES:
+        (_, *fit), (psnr, *score) = look(train, a), look(val, a)
+        rows[a] = {"psnr": psnr}
+        for source, x, x_val in zip(("branch", "mixed"), fit, score):
+            for name, *parts in zip(("subordinate", "dominant")[:n], x, fit[2], x_val, score[2]):
+                rows[a][f"{source} {name}"] = ridge_r2(*parts)
+    return rows

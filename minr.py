@@ -1,0 +1,216 @@
+"""MINR: a transformer reads a masked image and writes the weights of a function that paints it.
+
+Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
+2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022) and GINR (Kim et al., CVPR
+2023).
+
+An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
+a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
+that become weights of the MLP; one pass then paints every pixel, hidden or visible, at any
+resolution. With GINR one layer is the image's own and the others are shared by all images.
+
+    B images, L patches, K visible, D width, G weight tokens, N pixels that are painted
+    layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
+    images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights [(B,a_i,b_i) or (a_i,b_i), (b_i,)]
+    coordinates (N,2) and weights -> colours (B,N,C)
+
+Where paper and released code differ, and what is done here:
+  1. Sec. 3.2 masks and encodes a 14 x 14 grid of patches. The release masks those 13-pixel patches
+     but reads tokens of 9 pixels. As in the paper: tokens are the patches that are masked.
+  2. The release flips a coin a patch; here exactly mask_ratio of them are hidden.
+  3. "TransINR predicts all weights": in the release the predicted columns, repeated, multiply
+     shared ones. As released.
+  4. In the release a GINR layer holds shared weights that nothing uses; here it has none.
+  5. Each column of weights has norm 1, in shared layers too, and 0.5 is added to the colours
+     (`out_bias`): from the release, the paper does not say.
+  6. The release's ViT has learnt positions and dropout; here it is vit.ViT, fixed positions, no
+     final norm (as released), and its class token.
+  7. Neither says groups, ff_dim or ff_sigma in the text at hand: TransINR's 64, 128 and 1024.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit import ViT, pair, patchify, visible_count
+
+
+def grid_coords(size, device=None):
+    """The centres (H*W,2) of H x W cells, row and column, each in -1 ... 1. (hypermae.py too.)"""
+    row, col = ((2 * torch.arange(n, device=device) + 1) / n - 1 for n in size)
+    return torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1).view(-1, 2)
+
+
+def fourier_features(coords, dim, sigma):
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
+    frequencies, 1 to sigma, times the row and then the column. In float32, whatever the model is
+    in: the phase reaches pi sigma. (hypermae.py has it too.)"""
+    frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
+    phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
+    return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
+
+
+class MINR(nn.Module):
+    """`loss, metrics = model(images)`; `reconstruct` and `render` paint, `encoder` gives features.
+    Images are 0 ... 1. Defaults: the paper's, 182 x 182 pixels, 6 blocks of width 768, GINR.
+
+    Args:
+        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
+        mask_ratio: share of the patches that is hidden
+        hypernetwork: ginr, one layer of the image's own, or transinr, all modulated
+        modulated_layers: that are the image's own, as in 0,1 (ginr: 1, transinr: all)
+        mlp_depth: layers of the MLP
+        hidden_dim: width of the MLP
+        groups: weight tokens a layer; ginr: its rank, transinr: they repeat along the outputs
+        ff_dim: cosines of the Fourier features, and as many sines
+        ff_sigma: highest frequency of the Fourier features, in periods an image
+        out_bias: added to the colours
+        loss_on: all pixels or masked ones
+        coord_jitter: in training, move each coordinate within its pixel
+        pixel_fraction: share of the pixels that a training step paints
+        encode_visible_only: leave hidden patches out instead of zeroing them, which is cheaper
+    """
+
+    recipe = dict(  # the paper's, optimiser from the release; its sizes: --img_size 182
+        # --patch_size 13 --dim 768 --depth 6 --heads 12; the crop stands for resize and crop
+        optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
+        batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
+    small = dict(  # ours, for 32x32 pictures, which have 16 periods at most
+        lr=2e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2,
+        hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.5)
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    lr_scale = 1.0
+
+    def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
+                 mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,
+                 hidden_dim=256, groups=64, ff_dim=128, ff_sigma=1024.0, out_bias=0.5,
+                 loss_on="all", coord_jitter=False, pixel_fraction=1.0, encode_visible_only=False):
+        super().__init__()
+        if hypernetwork not in ("ginr", "transinr"):
+            raise ValueError(f"hypernetwork {hypernetwork} is not ginr or transinr")
+        if loss_on not in ("all", "masked"):
+            raise ValueError(f"loss_on {loss_on} is not all or masked")
+        if not 0 < pixel_fraction <= 1:
+            raise ValueError(f"pixel_fraction {pixel_fraction} is not above 0 and at most 1")
+        if ff_dim < 2 or ff_dim % 2 or ff_sigma <= 0 or min(mlp_depth, hidden_dim, groups) < 1:
+            raise ValueError(f"ff_dim {ff_dim} must be even and at least 2, ff_sigma {ff_sigma} "
+                             f"above 0, mlp_depth {mlp_depth}, hidden_dim {hidden_dim} and groups "
+                             f"{groups} at least 1")
+        if modulated_layers is None:
+            modulated_layers = (1,) if hypernetwork == "ginr" else range(mlp_depth)
+        modulated = sorted({*modulated_layers})
+        if not modulated or not {*modulated} <= {*range(mlp_depth)}:
+            raise ValueError(f"modulated_layers {modulated_layers} are not layers from 0 to "
+                             f"{mlp_depth - 1}")
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
+        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        self.mask_ratio, self.hypernetwork, self.loss_on = mask_ratio, hypernetwork, loss_on
+        self.ff_dim, self.ff_sigma, self.out_bias = ff_dim, ff_sigma, out_bias
+        self.coord_jitter, self.pixel_fraction = coord_jitter, pixel_fraction
+        self.encode_visible_only = encode_visible_only
+
+        widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
+        self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # scales do not matter
+            g = self.groups.get(i)
+            if g and hypernetwork == "transinr" and b % g:
+                raise ValueError(f"groups {groups} do not divide the {b} outputs of layer {i}")
+            if g and hypernetwork == "ginr":                           # the factor that is shared
+                self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)
+            else:
+                self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)
+            self.biases.append(torch.zeros(b))
+        self.weight_tokens = nn.Parameter(torch.randn(sum(self.groups.values()), dim))  # (G, D)
+        self.to_weights = nn.ModuleDict({
+            str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i])) for i in modulated})
+
+    def hyper(self, images, ids_keep, mask):
+        """The hypernetwork: images (B,C,H,W) of which ids_keep (B,K) are visible -> the weight
+        tokens (B,G,D) as they leave the ViT."""
+        if self.encode_visible_only:
+            tokens = self.encoder.embed(images, ids_keep)              # (B, K, D)
+        else:
+            tokens = self.encoder.embed(images * (1 - self.encoder.pixels_of(mask)))  # (B, L, D)
+        x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
+        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D)
+        for block in self.encoder.blocks:
+            x = block(x)
+        return x[:, -len(self.weight_tokens):]                         # (B, G, D)
+
+    def modulate(self, tokens):
+        """Weight tokens (B,G,D) -> the MLP's layers: weights (B,a,b), shared (a,b), and biases."""
+        parts = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
+        layers = []
+        for i, (W, bias) in enumerate(zip(self.weights, self.biases)):
+            if i in self.groups:
+                own = self.to_weights[str(i)](parts[i]).transpose(1, 2)  # (B, a, g)
+                if self.hypernetwork == "ginr":
+                    W = own @ W                                        # (B, a, b) = (a, g) (g, b)
+                else:
+                    W = W * own.repeat(1, 1, W.shape[1] // own.shape[2])  # (B, a, b)
+            layers.append((F.normalize(W, dim=-2, eps=1e-12), bias))   # columns of norm 1
+        return layers
+
+    def inr(self, coords, layers):
+        """The MLP: coordinates (N,2), the same for all images, or (B,N,2), and the layers of
+        modulate -> colours (B,N,C)."""
+        x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
+        for i, (W, bias) in enumerate(layers):                         # shared layers before the
+            x = F.relu(x) if i else x.to(W.dtype)                      # first own one run once for
+            x = x @ W + bias                                           # all images: (N, b), then
+        return x + self.out_bias                                       # (B, N, b)
+
+    def forward(self, images, noise=None):
+        """Images (B,C,H,W) in 0 ... 1 and noise (B,L; None: random) -> the loss, a float32 scalar,
+        and {"loss"}, detached: the mean squared error of all pixels or of the hidden ones. In
+        training, coord_jitter and pixel_fraction draw from torch's own generator."""
+        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
+        layers = self.modulate(self.hyper(images, ids_keep, mask))
+        size = self.encoder.img_size
+        coords, target = grid_coords(size, images.device), images.flatten(2)  # (HW, 2), (B, C, HW)
+        hidden = self.encoder.pixels_of(mask).flatten(1)                       # (B, HW)
+        if self.training and self.pixel_fraction < 1:
+            n = math.ceil(self.pixel_fraction * len(coords))
+            ids = torch.randperm(len(coords), device=images.device)[:n]
+            coords, target, hidden = coords[ids], target[..., ids], hidden[:, ids]
+        if self.training and self.coord_jitter:
+            pixel = 2 / torch.tensor(size, device=images.device)
+            coords = coords + (torch.rand_like(coords) - 0.5) * pixel
+        error = self.inr(coords, layers).float() - target.transpose(1, 2)  # (B, N, C)
+        error = error.square().mean(2)                                 # (B, N)
+        loss = (error.mean() if self.loss_on == "all" else
+                (error * hidden).sum() / hidden.sum().clamp(min=1))
+        return loss, {"loss": loss.detach()}
+
+    def paint(self, images, size, ids_keep, mask):
+        """All pixels (B,C,H',W') of the size (H',W'), a few thousand at a time."""
+        layers = self.modulate(self.hyper(images, ids_keep, mask))
+        colours = [self.inr(coords, layers).float().expand(len(images), -1, -1)
+                   for coords in grid_coords(size, images.device).split(4096)]
+        return torch.cat(colours, dim=1).transpose(1, 2).unflatten(2, size)  # (B, C, H', W')
+
+    def predict(self, images, noise):
+        """All patches (B,L,p*p*C) in raster order, as painted."""
+        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
+        return patchify(self.paint(images, self.encoder.img_size, ids_keep, mask),
+                        self.encoder.patch_size)
+
+    @torch.no_grad()
+    def render(self, images, size, noise=None, mask_ratio=None):
+        """What is seen of images (B,C,H,W), painted at any size, an int or (H',W'): (B,C,H',W')."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        return self.paint(images, pair(size), ids_keep, mask)
+
+    @torch.no_grad()
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W) with their hidden patches painted, and the mask (B,L). `mask_ratio`
+        replaces the model's in this call; nothing is normalised, so leak_free changes nothing.
+        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        painted = self.paint(images, self.encoder.img_size, ids_keep, mask)
+        return torch.where(self.encoder.pixels_of(mask).bool(), painted, images), mask

@@ -1,0 +1,212 @@
+"""What i-MAE is about: which branch paints which image, the teacher, and linear separability."""
+
+import pytest
+import torch
+
+from imae import IMAE, MIXES, ridge_r2, separability
+from mae import MAE
+from tests.conftest import ROOT
+from tests.golden import load, replay
+from tests.test_methods import DECODER, SMALL, build, images_and_noise
+
+TEACHER = dict(dim=12, depth=1, heads=2)
+
+
+def pair_and_noise(B=3):
+    images, noise = images_and_noise(B)
+    return images, torch.randn(images.shape, generator=torch.Generator().manual_seed(2)), noise
+
+
+def test_branch_one_is_the_image_of_the_smaller_weight():
+    """Below and at 0.5 the first image is the subordinate one, above it the second."""
+    model, (x1, x2, _) = build("imae"), pair_and_noise()
+    mixture, (weak, strong) = model.mixture(x1, x2, torch.tensor([0.3, 0.5, 0.51]))
+    for i, (a, first) in enumerate([(0.3, True), (0.5, True), (0.51, False)]):
+        assert torch.allclose(mixture[i], a * x1[i] + (1 - a) * x2[i])
+        assert torch.equal(weak[i], x1[i] if first else x2[i])
+        assert torch.equal(strong[i], x2[i] if first else x1[i])
+    assert torch.equal(model.mixture(x1, x2, 0.5)[1][0], x1)
+
+
+@pytest.mark.parametrize("a", [0.2, 0.5, 0.7])
+@pytest.mark.parametrize("options", [
+    {}, dict(branches=1), dict(norm_pix_loss=True), dict(teacher=TEACHER, distill_weight=0.7),
+    dict(teacher=TEACHER, branches=1)])
+def test_loss_written_out(options, a):
+    model, (x1, x2, noise) = build("imae", **options), pair_and_noise()
+    loss, parts = model(x1, noise, x2, a)
+    weak, strong = (x1, x2) if a <= 0.5 else (x2, x1)
+    ids_keep, ids_mask, mask = model.encoder.mask(x1, noise, 0.75)
+    mixture, total, n = a * x1 + (1 - a) * x2, 0, len(model.decoder_embed)
+    preds = model.run(x1, x2, a, noise, 0.75)[0]
+    for image, pred, name, z in zip((weak, strong), preds, ("subordinate", "dominant"),
+                                    model.encode(mixture, ids_keep)):
+        ids = torch.arange(24).expand(3, -1)
+        error = (pred - model.encoder.targets(image, ids, model.norm_pix_loss)).square().mean(2)
+        wanted = (error * mask).sum() / mask.sum()
+        assert torch.allclose(parts[name], wanted, atol=1e-5)
+        total = total + wanted
+        if model.teacher:                                  # what it sees is not mixed
+            w = model.teacher["decoder_embed"](model.teacher["encoder"](image, ids_keep))
+            total = total + model.distill_weight * (z - w).square().mean()
+    assert torch.allclose(loss, total, atol=1e-5) and len(preds) == n
+    assert (parts["distill"] > 0) == (model.teacher is not None)
+
+
+def test_nothing_but_the_loss_reaches_the_student():
+    """A teacher with weight 0 changes neither loss nor gradient, and never learns itself."""
+    plain, (x1, x2, noise) = build("imae"), pair_and_noise()
+    idle = build("imae", teacher=TEACHER, distill_weight=0.0)
+    taught = build("imae", teacher=TEACHER)
+    for model in (plain, idle, taught):
+        model(x1, noise, x2, 0.3)[0].backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), idle.named_parameters()):
+        assert torch.equal(a, b) and (a.grad is None or torch.equal(a.grad, b.grad)), name
+    assert not torch.equal(plain.encoder.cls_token.grad, taught.encoder.cls_token.grad)
+    assert all(p.grad is None and not p.requires_grad for p in taught.teacher.parameters())
+    assert torch.equal(idle.predict(x1, noise), plain.predict(x1, noise))
+
+
+def test_hidden_pixels_of_neither_image_leak():
+    model, (x1, x2, noise) = build("imae"), pair_and_noise()
+    hidden = model.encoder.pixels_of(model.encoder.mask(x1, noise, 0.75)[2])
+    preds = model.run(x1, x2, 0.3, noise, 0.75)[0]
+    other = model.run(x1 + hidden, x2 - 2 * hidden, 0.3, noise, 0.75)[0]
+    assert all(torch.equal(a, b) for a, b in zip(preds, other))
+
+
+def test_bare_call():
+    """Partners are the images before, the weight is drawn from Beta(b, b)."""
+    model, (images, noise) = build("imae", beta=3.0), images_and_noise()
+    torch.manual_seed(5)
+    loss = model(images, noise)[0]
+    torch.manual_seed(5)
+    mix = torch.distributions.Beta(3.0, 3.0).sample()
+    assert torch.equal(loss, model(images, noise, images.roll(1, 0), mix)[0])
+    assert {*model(images)[1]} == {"loss", "subordinate", "dominant", "distill"}
+
+
+def test_starts_from_an_mae():
+    """Its decoder embedding starts both branches, as the released script does; the rest by name."""
+    mae = MAE(**SMALL, **DECODER)
+    for branches in (1, 2):
+        model = build("imae", branches=branches)
+        state = model.from_mae(mae.state_dict())
+        assert state.keys() == model.state_dict().keys()
+        model.load_state_dict(state)
+        for branch in model.decoder_embed:
+            assert torch.equal(branch.weight, mae.decoder_embed.weight)
+            assert torch.equal(branch.bias, mae.decoder_embed.bias)
+        images, noise = images_and_noise()
+        model.norm_pix_loss = mae.norm_pix_loss            # unmixed it is that MAE
+        assert torch.allclose(model.reconstruct(images, noise)[0],
+                              mae.reconstruct(images, noise)[0], atol=1e-5)
+
+
+def test_unmix_and_reconstruct():
+    model, (x1, x2, noise) = build("imae"), pair_and_noise()
+    (weak, strong), mask = model.unmix(x1, x2, 0.3, noise)
+    hidden = model.encoder.pixels_of(mask).bool().expand_as(x1)
+    assert weak.shape == strong.shape == x1.shape and not torch.allclose(weak, strong)
+    assert not torch.allclose(weak[~hidden], x1[~hidden])  # visible patches are predicted too
+    painted = model.reconstruct(x1, noise)[0]
+    assert torch.equal(painted[hidden], model.unmix(x1, x2, 1.0, noise)[0][1][hidden])
+    assert torch.equal(painted[~hidden], x1[~hidden])
+    assert len(build("imae", branches=1).unmix(x1, x2, 0.3, noise)[0]) == 1
+
+
+def test_ridge_r2():
+    g = torch.Generator().manual_seed(0)
+    x, A, noise = (torch.randn(*shape, generator=g) for shape in ((600, 5), (5, 3), (600, 3)))
+    linear, other = x @ A + 3, noise
+    fit, val = slice(0, 500), slice(500, 600)
+    assert ridge_r2(x[fit], linear[fit], x[val], linear[val]) > 0.999
+    assert abs(ridge_r2(x[fit], other[fit], x[val], other[val])) < 0.1
+    half = x @ A / (x @ A).std() + noise                   # half of the variance is explained
+    assert abs(ridge_r2(x[fit], half[fit], x[val], half[val]) - 0.5) < 0.12
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_separability(branches):
+    """A row a weight; PSNR by hand; a branch that has the teacher's latent scores near 1."""
+    images = images_and_noise(12)[0]
+    model = build("imae", branches=branches, teacher=TEACHER)
+    rows = separability(model, images[:8], images[8:])
+    names = ("subordinate", "dominant")[:branches]
+    assert [*rows] == [*MIXES] and all(
+        [*row] == ["psnr", *(f"{s} {n}" for s in ("branch", "mixed") for n in names)]
+        for row in rows.values())
+    plain = separability(build("imae", branches=branches), images[:8], images[8:])
+    assert [*plain[0.1]] == ["psnr"]
+
+
+def test_separability_finds_what_is_there():
+    """If the branches get the unmixed latents, their R^2 is near 1, and the PSNR is by hand."""
+    images = torch.randn(60, 3, 16, 24)
+    model = build("imae", teacher=TEACHER)
+    teach, encode, asked = model.teach, model.encode, []
+
+    def oracle(mixture, ids_keep):
+        sub, dom = asked[-1]
+        return [teach(sub, ids_keep) * 2 + 1, teach(dom, ids_keep) - 3]
+    mixture = model.mixture
+
+    def remember(images, partners, mix):
+        asked.append((images, partners))
+        return mixture(images, partners, mix)
+    model.mixture, model.encode = remember, oracle
+    row = separability(model, images[:40], images[40:])[0.2]
+    assert row["branch subordinate"] > 0.99 and row["branch dominant"] > 0.99
+    assert row["mixed subordinate"] < 0.9
+    model.mixture, model.encode = mixture, encode
+    val, g = images[40:], torch.Generator().manual_seed(0)
+    noise = torch.rand(20, 4, 6, generator=g).flatten(1)
+    painted, mask = model.unmix(val, val.roll(1, 0), 0.2, noise)
+    hidden = model.encoder.pixels_of(mask).expand_as(val).bool()
+    error = ((painted[0] - val) * torch.tensor(model.std).view(3, 1, 1)).square()
+    wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
+    assert abs(separability(model, images[:40], val)[0.2]["psnr"] - wanted) < 1e-3
+
+
+def test_figure():
+    """A row a weight; mixture, masked, prediction, with visible patches, the two targets."""
+    model, (images, _) = build("imae"), images_and_noise()
+    rows = model.figures(images)["unmix"]
+    assert rows.shape == (6, 6, 3, 16, 24)
+    assert torch.allclose(rows[0, 0], 0.05 * images[0] + 0.95 * images[1], atol=1e-6)
+    assert torch.equal(rows[2, 4], images[0]) and torch.equal(rows[2, 5], images[1])
+    hidden = rows[0, 1] == 0
+    assert torch.equal(rows[0, 3][~hidden], rows[0, 0][~hidden])
+    assert torch.equal(rows[0, 3][hidden], rows[0, 2][hidden])
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(branches=3), "branches 3"), (dict(beta=0.0), "beta 0.0"),
+    (dict(distill_weight=1.0), "distill_weight 1.0 needs a teacher"),
+    (dict(distill_weight=-1.0, teacher=TEACHER), "distill_weight -1.0")])
+def test_impossible_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        build("imae", **options)
+
+
+@pytest.mark.parametrize("config", [dict(lam=0.5), dict(lam=0.8), dict(distill=False),
+                                    dict(norm_pix_loss=True)])
+def test_replay_takes_other_fixtures(config):
+    """Another weight exchanges the images; without distillation only the pixels count."""
+    fixture = load(ROOT / "tests/golden/imae.pt")
+    base = replay(fixture)
+    ours = replay({**fixture, "config": {**fixture["config"], **config}})
+    assert len(ours["pred"]) == 2 and ours["pred"][0].shape == (2, 16, 192)
+    if "distill" in config:
+        assert torch.allclose(ours["loss"], fixture["loss_without_distill"], atol=2e-6)
+    assert torch.equal(ours["loss"], base["loss"]) == ("norm_pix_loss" in config)
+    swapped = replay({**fixture, "config": {**fixture["config"], "lam": 0.7}, "x1": fixture["x2"],
+                      "x2": fixture["x1"], "teacher_latent_x1": fixture["teacher_latent_x2"],
+                      "teacher_latent_x2": fixture["teacher_latent_x1"]})
+    assert torch.allclose(swapped["loss"], base["loss"], atol=1e-6)
+
+
+def test_defaults_are_the_papers():
+    assert IMAE.pairs and IMAE.recipe["crop"] == 1.0 and not IMAE.recipe["flip"]
+    model = IMAE(32, 2, dim=8, depth=1, heads=1)           # CIFAR, patches of 2
+    assert model.encoder.num_patches == 256 and not model.norm_pix_loss and model.beta == 1.0
