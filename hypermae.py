@@ -132,7 +132,8 @@ class HyperMAE(nn.Module):
     def inr(self, coords, M):
         """The PaCo-MLP: coordinates (B,N,2), or (N,2) for all images, and M (B,h,h) -> pixels
         (B,N,p*p*C)."""
-        z, mod = fourier_features(coords, self.pe_dim, self.pe_sigma), self.modulated_layer
+        mod = self.modulated_layer
+        z = fourier_features(coords, self.pe_dim, self.pe_sigma).to(M.dtype)  # (B, N, 2 pe_dim)
         layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l of them
         for i, layer in enumerate(layers):
             if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):

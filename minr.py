@@ -133,7 +133,8 @@ class MINR(nn.Module):
         if self.encode_visible_only:
             tokens = self.encoder.embed(images, ids_keep)              # (B, K, D)
         else:
-            tokens = self.encoder.embed(images * (1 - self.encoder.pixels_of(mask)))  # (B, L, D)
+            zeroed = images.masked_fill(self.encoder.pixels_of(mask).bool(), 0)
+            tokens = self.encoder.embed(zeroed)                        # (B, L, D)
         x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D)
         for block in self.encoder.blocks:

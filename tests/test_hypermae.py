@@ -1,10 +1,14 @@
 """What HyperMAE is about: a matrix that is a layer of an MLP, and an INR without a memory."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from hypermae import HyperMAE, fourier_features
+import hypermae
+import minr
+from hypermae import HyperMAE, fourier_features, grid_coords
 from tests.conftest import ROOT
 from tests.golden import HYPERMAE_NAMES, load, replay
 from tests.test_methods import build, images_and_noise
@@ -17,7 +21,7 @@ def test_modulated_layer(mod, relu):
     model = build("hypermae", modulated_layer=mod, relu_around_m=relu)
     coords, M = torch.rand(2, 5, 2), torch.randn(2, 12 if mod else 16, 12)
     layers = [*model.paco_mlp]
-    z = fourier_features(coords, model.frequencies)        # (2, 5, 16)
+    z = fourier_features(coords, 8, 4.0)        # (2, 5, 16)
     for i in range(4):
         z = z @ M if i == mod else layers.pop(0)(z)
         plain = i == 3 or not relu and (i == mod or i + 1 == mod)
@@ -38,9 +42,16 @@ def test_inr_is_a_function_of_coordinates_and_m():
 
 
 def test_coordinates_are_centres_in_raster_order():
-    coords = build("hypermae").coords.view(4, 6, 2)
+    coords = grid_coords((4, 6)).view(4, 6, 2)
     assert torch.allclose(coords[:, 0, 0], torch.tensor([-0.75, -0.25, 0.25, 0.75]))
     assert torch.allclose(coords[0, :, 1], torch.tensor([-5, -3, -1, 1, 3, 5]) / 6)
+
+
+def test_minr_has_the_same_coordinates_and_features():
+    """Both files write them out: a change of one must be one of the other."""
+    for name in ("grid_coords", "fourier_features"):
+        ours, theirs = (inspect.getsource(getattr(module, name)) for module in (hypermae, minr))
+        assert ours.replace("minr.py", "hypermae.py") == theirs
 
 
 def test_shared_blocks():
