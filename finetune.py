@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (RECIPE, Feed, Parser, add_options, command, crop_batch, crop_transform, describe,
-                   drawing_from, first_options, fit, initialize, mean_over_processes, normalize,
+from train import (RECIPE, Feed, add_options, command, crop_batch, crop_transform, describe,
+                   first_options, fit, initialize, mean_over_processes, normalize,
                    open_data, read, settle, start_processes, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, from_released
 
@@ -246,7 +246,8 @@ def run(args):
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
-        with drawing_from(generator.initial_seed()):       # the same weights in every process
+        with torch.random.fork_rng(devices=[]):            # the same weights in every process
+            torch.default_generator.manual_seed(generator.initial_seed())
             return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
@@ -260,10 +261,9 @@ def run(args):
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = first_options("finetune.py", "mode", RECIPES)
-    recipe = RECIPES[first.parse_known_args(argv)[0].mode]
-    parser = Parser("finetune.py", parents=[first], description="Fine-tune or probe an encoder. "
-                    f"For pictures of up to 64 pixels some defaults differ: {SMALL}")
+    parser = first_options("finetune.py", "Fine-tune or probe an encoder. For pictures of up to 64 "
+                           f"pixels some defaults differ: {SMALL}", "mode", RECIPES)
+    recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
     option = parser.add_argument
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")

@@ -15,7 +15,7 @@ import re
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,13 +43,11 @@ LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_
              weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
              mixup=0, cutmix=0, randaug=0)
 SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay")   # from 0 to 1
+WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors that name an unknown flag's method or nearest neighbour."""
-
-    def __init__(self, prog, **kwargs):
-        super().__init__(prog, allow_abbrev=False, **kwargs)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
@@ -63,12 +61,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {word}" + (
                 f": it belongs to {' and '.join(owners)}" if owners else
                 f": did you mean --{near[0]}?" if near else ""))
-        for name, least in LEAST.items():
-            if (value := getattr(args, name, None)) is not None and not value >= least:
-                self.error(f"--{name} {value} is less than {least}")
-        for name in SHARES:
-            if not 0 <= getattr(args, name, 0) <= 1:
-                self.error(f"--{name} {getattr(args, name)} is not between 0 and 1")
         return args
 
 
@@ -92,19 +84,6 @@ def pixels(text):
     return sides if len(sides) == 2 else sides[0]
 
 
-def add_values(parser, values, doc):
-    """A flag for each {name: default}, parsed like the default and absent from the result unless
-    given; `doc` describes it in a line `name: words`."""
-    for name, default in values.items():
-        words = re.search(rf"^ *{name}: (.+)", doc, re.M)
-        how = dict(default=argparse.SUPPRESS, help=f"{words[1]} ({default})".replace("%", "%%"))
-        if isinstance(default, bool):
-            how["action"] = argparse.BooleanOptionalAction
-        else:
-            how["type"] = type(default) if isinstance(default, (int, float)) else numbers
-        parser.add_argument(f"--{name}", **how)
-
-
 RECIPE = """
     optimizer: adamw, adam or sgd
     schedule: cosine or constant
@@ -121,31 +100,30 @@ RECIPE = """
 """
 
 
-def first_options(prog, name, choices):
-    """The parser of --method or --mode and the encoder's width, on which other flags depend."""
-    parser = Parser(prog, add_help=False)
+def first_options(prog, about, name, choices):
+    """A parser of --method or --mode and the encoder's size, on which other flags depend."""
+    parser = Parser(prog, description=about, add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
     parser.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
-    parser.add_argument("--dim", type=int, help="of the encoder, instead of the size's")
+    for name in ("dim", "depth", "heads"):
+        parser.add_argument(f"--{name}", type=int, help="of the encoder, instead of the size's")
     return parser
 
 
 def add_options(parser, recipe, doc):
-    """The options that train.py and finetune.py share."""
+    """The options that train.py and finetune.py share, and a flag for each {name: default} of the
+    recipe: parsed like the default, described by a line `name: words` of `doc`, and absent from
+    the result unless given."""
     option = parser.add_argument
+    option("-h", "--help", action="help", help="show this and exit")
     option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
            "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
-    for name in ("depth", "heads"):
-        option(f"--{name}", type=int, help="of the encoder, instead of the size's")
     option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
     option("--patch_size", type=pixels, help="or H,W (16; small pictures: an eighth of img_size)")
     option("--name", help="of the run's folder")
     option("--runs", default="runs", help="folder of all runs")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
-    add_values(parser, {"momentum": 0.9, **recipe}, doc)
-    if "lr" not in recipe:
-        option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of blr")
     option("--min_lr", type=float, default=0.0, help="where the cosine ends")
     option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
     option("--accum", type=int, default=1, help="pieces in which a batch is computed")
@@ -156,19 +134,32 @@ def add_options(parser, recipe, doc):
     option("--compile", action="store_true", help="torch.compile the model")
     option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
     option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
+    if "lr" not in recipe:
+        option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of blr")
+    for name, default in {"momentum": 0.9, **recipe}.items():
+        words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
+        kind = type(default) if isinstance(default, (int, float)) else numbers
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+        option(f"--{name}", default=argparse.SUPPRESS, **how,
+               help=f"{words} ({default})".replace("%", "%%"))
 
 
 def settle(args, values):
-    """Fill in what was not given from `values` and return that as a line. lr sets blr aside."""
-    rate = vars(args).keys() & {"lr", "blr"} or {"lr"} & values.keys() or {"blr"}
+    """Fill in what was not given from `values`, where lr sets blr aside, and check the numbers.
+    Returns the line that says what was filled in."""
+    rate = vars(args).keys() & {"lr", "blr"} or values.keys() & {"lr"} or {"blr"}
     if len(rate) == 2:
         raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
-    values = {name: value for name, value in values.items()
-              if name not in {"lr", "blr"} - rate and name not in vars(args)}
+    aside = vars(args).keys() | {"lr", "blr"} - rate
+    values = {name: value for name, value in values.items() if name not in aside}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
-    for name, words in dict(optimizer="adamw adam sgd", schedule="cosine constant").items():
-        if getattr(args, name) not in words.split():
-            raise ValueError(f"--{name} {getattr(args, name)} is not one of {words}")
+    for name, value in vars(args).items():
+        if name in LEAST and value is not None and not value >= LEAST[name]:
+            raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
+        if name in SHARES and not 0 <= value <= 1:
+            raise ValueError(f"--{name} {value} is not between 0 and 1")
+        if name in WORDS and value not in WORDS[name]:
+            raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
     if not isinstance(args.betas, tuple) or len(args.betas) != 2:
         raise ValueError(f"--betas {args.betas} are not two numbers, as in 0.9,0.95")
     if 0 < args.epochs < args.warmup_epochs:
@@ -257,6 +248,14 @@ def cover(picture, img_size, border=0.0):
     return ImageOps.fit(picture, img_size[::-1], Image.BICUBIC, bleed=border)
 
 
+def read_all(files, img_size):
+    """The middles of the pictures in files, in the size (H, W): (N,3,H,W), uint8."""
+    read_one = v2.Compose([read_picture, partial(cover, img_size=img_size), v2.PILToTensor()])
+    with ThreadPoolExecutor() as pool:
+        bar = tqdm(files, "reading", leave=False, disable=None)
+        return torch.stack([*pool.map(read_one, bar)])
+
+
 def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
     """The train and val Split of `--data name`, and their (H, W). A folder's pictures, if a sample
     of 50 is not larger than that and all take less than `memory` bytes, are kept on the device like
@@ -267,8 +266,11 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
         try:
-            with first_process_first():
-                sets = [kind("data", train=train, download=True) for train in (True, False)]
+            if os.environ.get("LOCAL_RANK", "0") == "0":   # a machine's first process
+                kind("data", download=True)
+            if dist.is_initialized():
+                dist.barrier()
+            sets = [kind("data", train=train) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             raise ValueError(f"--data {name} cannot be downloaded, give a folder instead: {error}")
         parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
@@ -276,17 +278,11 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
         parts = list_folder(Path(name))
         files = parts[0][0]
         sizes = [read_picture(file).size for file in files[::math.ceil(len(files) / 50)]]
-        W, H = (max(sides) for sides in zip(*sizes))
+        W, H = map(max, zip(*sizes))
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         total = 3 * math.prod(img_size) * sum(len(files) for files, *_ in parts)
         if H <= img_size[0] and W <= img_size[1] and total < memory:
-            def decode(file):
-                return v2.functional.pil_to_tensor(cover(read_picture(file), img_size))
-            with ThreadPoolExecutor() as pool:
-                def decode_all(files):
-                    bar = tqdm(files, "reading", leave=False, disable=None)
-                    return torch.stack([*pool.map(decode, bar)])
-                parts = [(decode_all(files), *rest) for files, *rest in parts]
+            parts = [(read_all(files, img_size), *rest) for files, *rest in parts]
     return *(Split(x.contiguous().to(device) if torch.is_tensor(x) else x, torch.as_tensor(labels),
                    classes) for x, labels, classes in parts), img_size
 
@@ -294,14 +290,6 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
 def seed_of(*numbers):
     """One seed from several whole numbers."""
     return hash(numbers) % 2 ** 63
-
-
-@contextmanager
-def drawing_from(seed):
-    """What torch draws on the CPU in here depends on the seed and changes nothing outside."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 class Samples:
@@ -312,7 +300,8 @@ class Samples:
 
     def __getitem__(self, key):
         picture = self.pictures[key[-1]]
-        with drawing_from(seed_of(*key)):
+        with torch.random.fork_rng(devices=[]):            # changes nothing outside
+            torch.default_generator.manual_seed(seed_of(*key))
             return self.transform(read_picture(picture) if isinstance(picture, str) else picture)
 
 
@@ -412,17 +401,6 @@ def start_processes(name=None):
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
-@contextmanager
-def first_process_first():
-    """The first process of each machine runs what is in here, then the others do."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if dist.is_initialized() and not first:
-        dist.barrier()
-    yield
-    if dist.is_initialized() and first:
-        dist.barrier()
-
-
 def mean_over_processes(sums, count, procs):
     """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
     total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
@@ -515,8 +493,7 @@ def initialize(model, path):
 def amp_dtype(amp, device):
     """autocast's dtype: as asked; or bf16 where a GPU has it, fp16 where not, float32 elsewhere."""
     if amp == "auto" and device.type == "cuda":
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if bf16 else torch.float16
+        amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
 
 
@@ -541,51 +518,60 @@ def train_step(net, optimizer, scaler, pieces, args, dtype):
     return totals
 
 
+def open_run(args, procs, content, model, optimizer, scaler):
+    """The run's folder, and the lines of its log.jsonl if it goes on: then model, optimizer and
+    scaler are as its last.pt has them. ValueError if it is another run's, or cannot be written."""
+    folder = Path(args.runs, args.name)
+    last, history = folder / "last.pt", []
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if last.exists() and not (args.resume or args.overwrite):
+        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
+                         f"it, --name NAME starts another")
+    if args.resume and last.exists():
+        saved = read(last)
+        flags, history = saved["flags"], saved["history"]
+        for name in ("method", "config"):
+            if saved[name] != content[name]:
+                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
+                                 f"{content[name]}")
+        if flags["optimizer"] != args.optimizer:
+            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
+                             f"has {flags['optimizer']}")
+        model.load_state_dict(saved["model"])
+        groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
+        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        changed = [f"--{name} {value} was {flags.get(name)}" for name, value in vars(args).items()
+                   if value != flags.get(name) and name != "resume"]
+        if procs.rank == 0:
+            print("resumed", f"after epoch {saved['epoch']}", *changed, sep="; ")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from None
+    if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
+        last.unlink(missing_ok=True)
+    return folder, history
+
+
 def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     """Train for --epochs; returns the last line of log.jsonl, a dict.
 
     `feed` has the training split; prepare(rows, pictures, labels, generator) makes the model's
     arguments of a piece, the `rows` of the global batch; evaluate() -> {name: value} runs after
     each epoch. Then log.jsonl and last.pt are written: `content`, weights, optimiser, flags."""
-    folder, device, n = Path(args.runs, args.name), procs.device, len(feed.split.labels)
+    device, n = procs.device, len(feed.split.labels)
     if args.batch_size % (procs.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {procs.world} "
                          f"processes x --accum {args.accum}")
     if n < args.batch_size:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
-    dtype, steps, done, history = amp_dtype(args.amp, device), n // args.batch_size, 0, []
+    dtype, steps = amp_dtype(args.amp, device), n // args.batch_size
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if args.resume and (folder / "last.pt").is_file():
-        saved = read(folder / "last.pt")
-        for name in ("method", "config"):
-            if saved[name] != content[name]:
-                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
-                                 f"{content[name]}")
-        if saved["flags"]["optimizer"] != args.optimizer:
-            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
-                             f"has {saved['flags']['optimizer']}")
-        model.load_state_dict(saved["model"])
-        if scaler.is_enabled() and saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
-        groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
-        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
-        done, history = saved["epoch"], saved["history"]
-        changed = [f"--{name} {value} was {saved['flags'].get(name)}" for name, value in
-                   vars(args).items() if value != saved["flags"].get(name) and name != "resume"]
-        if procs.rank == 0:
-            print("resumed", f"after epoch {done}", *changed, sep="; ")
-    elif (folder / "last.pt").exists() and not args.overwrite:
-        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
-                         f"it, --name NAME starts another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}") from None
-    if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
-        (folder / "last.pt").unlink(missing_ok=True)
+    folder, history = open_run(args, procs, content, model, optimizer, scaler)
 
     def write(row):
         history.append(row)
@@ -613,14 +599,14 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             generator.manual_seed(seed_of(args.seed, epoch, step))
             yield prepare(on_device[piece], pictures, labels, generator)
 
-    if args.epochs == 0 and not history:
+    if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
-    for epoch in range(done, args.epochs):
+    for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
         torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
         totals, batches, began = {}, pieces(epoch), time.time()
-        bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", leave=False,
-                   disable=procs.rank > 0 or None)
+        bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", unit="img", leave=False,
+                   unit_scale=args.batch_size, disable=procs.rank > 0 or None)
         for step in bar:
             lr = learning_rate(epoch + step / steps, args.lr, args.epochs, args.warmup_epochs,
                                args.schedule, args.min_lr)
@@ -629,18 +615,16 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             metrics = train_step(net, optimizer, scaler, batches, args, dtype)
             totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0:                             # the only time the device is waited for
-                loss, now = metrics["loss"].item() / args.accum, time.time()
-                speed = (step + 1) * args.batch_size / (now - began)
-                bar.set_postfix_str(f"loss {loss:.4f}, {speed:.0f} img/s, lr {lr:.1e}")
+                bar.set_postfix_str(f"loss {metrics['loss'].item() / args.accum:.4f}, lr {lr:.1e}")
         means = mean_over_processes(totals, steps * args.accum, procs)
-        speed = steps * args.batch_size / (time.time() - began)
+        img_s = round(steps * args.batch_size / (time.time() - began), 1)
         if not math.isfinite(means["loss"]):
             raise SystemExit(f"the loss of epoch {epoch + 1} is {means['loss']}, lr {lr:.1e}: go "
                              f"on with --resume and a lower --lr, --clip_grad 1 or --amp fp32")
         for name, buffer in model.named_buffers() if procs.world > 1 else ():
             if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
-        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": round(speed, 1)})
+        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": img_s})
     return history[-1]
 
 
@@ -714,16 +698,10 @@ def describe(args, procs, train, val, model, *lines):
               f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
 
 
-def recipe_of(cls, args):
-    """The paper's recipe, with what `small` replaces in it for encoders up to tiny."""
-    dim = args.dim or SIZES[args.size or "micro"]["dim"]
-    return {**cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
-
-
-def run(args):
-    """A parsed command line of train.py, from data to the last epoch."""
-    cls = METHODS[args.method]
-    taken = settle(args, {**knobs(cls), **recipe_of(cls, args)})
+def run(args, values):
+    """A parsed command line of train.py, from data to the last epoch; `values` are of what is not
+    given: the method's arguments and recipe."""
+    cls, taken = METHODS[args.method], settle(args, values)
     args.data, args.name = args.data or "shapes", args.name or args.method
     procs = start_processes(args.device)
     train, val, img_size = open_data(args.data, args.img_size, procs.device)
@@ -771,16 +749,14 @@ def command(parser, run, argv):
 
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = first_options("train.py", "method", METHODS)
-    args = first.parse_known_args(argv)[0]
-    cls = METHODS[args.method]
-    recipe, own = recipe_of(cls, args), knobs(cls)
-    parser = Parser("train.py", parents=[first], description="Pretrain a masked autoencoder.")
-    add_options(parser, {name: value for name, value in recipe.items() if name not in own}, RECIPE)
+    parser = first_options("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
+    args = parser.parse_known_args(argv)[0]
+    cls, dim = METHODS[args.method], args.dim or SIZES[args.size or "micro"]["dim"]
+    values = {**knobs(cls), **cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
+    add_options(parser, values, RECIPE + cls.__doc__)
     parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
-    add_values(parser, {**own, **{k: v for k, v in recipe.items() if k in own}}, cls.__doc__)
-    return command(parser, run, argv)
+    return command(parser, partial(run, values=values), argv)
 
 
 if __name__ == "__main__":
