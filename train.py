@@ -1,6 +1,6 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-From top to bottom: options, data, processes, optimiser, checkpoints, the loop, evaluation, main.
+From top to bottom: options, data, processes, checkpoints, the loop, evaluation, main.
 Order, crops and masks are functions of (seed, epoch, step), drawn for the whole global batch, of
 which each process takes its rows: N processes are one, a resumed run is the uninterrupted one.
 """
@@ -16,7 +16,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -44,24 +44,20 @@ LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_
              mixup=0, cutmix=0, randaug=0)
 SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay")   # from 0 to 1
 WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors that name an unknown flag's method or nearest neighbour."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
-
-    def parse_args(self, argv=None):
-        args, unknown = self.parse_known_args(argv)
-        for word in unknown:
-            flag = word.split("=")[0].removeprefix("--").removeprefix("no-")
-            owners = [f"--method {name}" for name, cls in METHODS.items() if flag in knobs(cls)]
-            near = difflib.get_close_matches(flag, [action.dest for action in self._actions], 1)
-            self.error(f"unknown argument {word}" + (
-                f": it belongs to {' and '.join(owners)}" if owners else
-                f": did you mean --{near[0]}?" if near else ""))
-        return args
+RECIPE = """
+    optimizer: adamw, adam or sgd
+    schedule: cosine or constant
+    lr: learning rate
+    blr: learning rate for a batch of 256, instead of lr
+    betas: of adam and adamw
+    momentum: of sgd
+    weight_decay: on parameters of two and more dimensions
+    batch_size: of all processes together
+    epochs: passes over the training set; 0 writes the untrained model
+    warmup_epochs: epochs of linear warm-up
+    crop: least share of the area that a random resized crop keeps; 1: no crop
+    flip: flip left and right at random
+"""
 
 
 def knobs(cls):
@@ -84,64 +80,70 @@ def pixels(text):
     return sides if len(sides) == 2 else sides[0]
 
 
-RECIPE = """
-    optimizer: adamw, adam or sgd
-    schedule: cosine or constant
-    lr: learning rate
-    blr: learning rate for a batch of 256, instead of lr
-    betas: of adam and adamw
-    momentum: of sgd
-    weight_decay: on parameters of two and more dimensions
-    batch_size: of all processes together
-    epochs: passes over the training set; 0 writes the untrained model
-    warmup_epochs: epochs of linear warm-up
-    crop: least share of the area that a random resized crop keeps; 1: no crop
-    flip: flip left and right at random
-"""
+class Parser(argparse.ArgumentParser):
+    """argparse that starts with the options on which others depend, --method or --mode and the
+    encoder's size. Its errors are one line and name an unknown flag's method or neighbour."""
 
+    def __init__(self, prog, about, name, choices):
+        super().__init__(prog, description=about, add_help=False, allow_abbrev=False)
+        self.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
+        self.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
+        for part in ("dim", "depth", "heads"):
+            self.add_argument(f"--{part}", type=int, help="of the encoder, instead of the size's")
 
-def first_options(prog, about, name, choices):
-    """A parser of --method or --mode and the encoder's size, on which other flags depend."""
-    parser = Parser(prog, description=about, add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
-    parser.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
-    for name in ("dim", "depth", "heads"):
-        parser.add_argument(f"--{name}", type=int, help="of the encoder, instead of the size's")
-    return parser
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
 
+    def add_options(self, values, doc):
+        """The options that train.py and finetune.py share, and a flag for each {name: default} of
+        `values`: parsed like the default, described by a line `name: words` of `doc`, and absent
+        from the result unless given."""
+        option = self.add_argument
+        option("-h", "--help", action="help", help="show this and exit")
+        option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
+               "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
+        option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
+        option("--patch_size", type=pixels, help="or H,W (16; small pictures: img_size / 8)")
+        option("--name", help="of the run's folder")
+        option("--runs", default="runs", help="folder of all runs")
+        option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
+        option("--overwrite", action="store_true", help="replace the run of that name")
+        option("--min_lr", type=float, default=0.0, help="where the cosine ends")
+        option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
+        option("--accum", type=int, default=1, help="pieces in which a batch is computed")
+        option("--seed", type=int, default=0)
+        option("--device", help="cuda, mps or cpu (the best there is)")
+        option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
+               help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
+        option("--compile", action="store_true", help="torch.compile the model")
+        option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
+        option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
+        if "lr" not in values:
+            option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
+        for name, default in {"momentum": 0.9, **values}.items():
+            words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
+            kind = type(default) if isinstance(default, (int, float)) else numbers
+            how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+            option(f"--{name}", default=argparse.SUPPRESS, **how,
+                   help=f"{words} ({default})".replace("%", "%%"))
 
-def add_options(parser, recipe, doc):
-    """The options that train.py and finetune.py share, and a flag for each {name: default} of the
-    recipe: parsed like the default, described by a line `name: words` of `doc`, and absent from
-    the result unless given."""
-    option = parser.add_argument
-    option("-h", "--help", action="help", help="show this and exit")
-    option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
-           "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
-    option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
-    option("--patch_size", type=pixels, help="or H,W (16; small pictures: an eighth of img_size)")
-    option("--name", help="of the run's folder")
-    option("--runs", default="runs", help="folder of all runs")
-    option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
-    option("--overwrite", action="store_true", help="replace the run of that name")
-    option("--min_lr", type=float, default=0.0, help="where the cosine ends")
-    option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
-    option("--accum", type=int, default=1, help="pieces in which a batch is computed")
-    option("--seed", type=int, default=0)
-    option("--device", help="cuda, mps or cpu (the best there is)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-           help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
-    option("--compile", action="store_true", help="torch.compile the model")
-    option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
-    option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
-    if "lr" not in recipe:
-        option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of blr")
-    for name, default in {"momentum": 0.9, **recipe}.items():
-        words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
-        kind = type(default) if isinstance(default, (int, float)) else numbers
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
-        option(f"--{name}", default=argparse.SUPPRESS, **how,
-               help=f"{words} ({default})".replace("%", "%%"))
+    def run(self, run, argv):
+        """run(args) of the words `argv`; what makes no sense, a ValueError, ends in one line."""
+        args, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            flag = word.split("=")[0].removeprefix("--").removeprefix("no-")
+            owners = [f"--method {name}" for name, cls in METHODS.items() if flag in knobs(cls)]
+            near = difflib.get_close_matches(flag, [action.dest for action in self._actions], 1)
+            self.error(f"unknown argument {word}" + (
+                f": it belongs to {' and '.join(owners)}" if owners else
+                f": did you mean --{near[0]}?" if near else ""))
+        try:
+            return run(args)
+        except ValueError as error:
+            self.error(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def settle(args, values):
@@ -366,16 +368,10 @@ def val_batches(split, args, procs, img_size, most, batch_size=250):
             for batch, (pictures, labels) in zip(ids, feed(ids, 0)))
 
 
-@lru_cache
-def channels(values, device):
-    """A tuple as (C,1,1) on the device, copied there once: each copy would wait for the device."""
-    return torch.tensor(values, device=device).view(-1, 1, 1)
-
-
 def normalize(pictures, model):
-    """Pictures 0 ... 255 as the model's input."""
-    mean, std = (channels(values, pictures.device) for values in (model.mean, model.std))
-    return (pictures / 255 - mean) / std
+    """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
+    channels = zip(pictures.unbind(1), model.mean, model.std)          # numbers: nothing is copied
+    return torch.stack([(x / 255 - mean) / std for x, mean, std in channels], dim=1)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -410,42 +406,12 @@ def mean_over_processes(sums, count, procs):
     return {name: value / count for name, value in zip(sums, total)}
 
 
-# -------------------------------------------------------------------------------------- optimiser
-
-def weight_decay_groups(model, weight_decay):
-    """Trainable parameters, those of two and more dimensions with weight decay, others without."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=weight_decay),
-            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0)]
-
-
-def make_optimizer(args, groups, procs):
-    """The recipe's optimiser, fused where torch has it."""
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
-    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=args.betas, fused=procs.device.type != "mps")
-
-
-def learning_rate(t, lr, epochs, warmup_epochs=0, schedule="cosine", min_lr=0.0):
-    """The rate t epochs in, a fraction: up to lr on a line, then to min_lr on half a cosine."""
-    if t < warmup_epochs:
-        return lr * t / warmup_epochs
-    if schedule == "constant":
-        return lr
-    t = (t - warmup_epochs) / (epochs - warmup_epochs)
-    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
-
-
 # ------------------------------------------------------------------------------------ checkpoints
 
 def save(path, content):
     """Write a checkpoint under a temporary name, then move it there: `path` is always whole."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(content, temporary)
     os.replace(temporary, path)
 
 
@@ -489,6 +455,31 @@ def initialize(model, path):
 
 
 # --------------------------------------------------------------------------------------- the loop
+
+def weight_decay_groups(model, weight_decay):
+    """Trainable parameters, those of two and more dimensions with weight decay, others without."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=weight_decay),
+            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0)]
+
+
+def make_optimizer(args, groups, procs):
+    """The recipe's optimiser, fused where torch has it."""
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
+    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=args.lr, betas=args.betas, fused=procs.device.type != "mps")
+
+
+def learning_rate(t, lr, epochs, warmup_epochs=0, schedule="cosine", min_lr=0.0):
+    """The rate t epochs in, a fraction: up to lr on a line, then to min_lr on half a cosine."""
+    if t < warmup_epochs:
+        return lr * t / warmup_epochs
+    if schedule == "constant":
+        return lr
+    t = (t - warmup_epochs) / (epochs - warmup_epochs)
+    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+
 
 def amp_dtype(amp, device):
     """autocast's dtype: as asked; or bf16 where a GPU has it, fp16 where not, float32 elsewhere."""
@@ -645,7 +636,8 @@ def evaluate_psnr(model, val, args, procs, picture=None):
     model.eval()
     encoder, count = model.encoder, 0
     sums = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}
-    zero, one = normalize(torch.tensor([0, 255], device=procs.device).view(2, 1, 1, 1), model)
+    black_white = torch.tensor([[0] * 3, [255] * 3], device=procs.device).view(2, 3, 1, 1)
+    zero, one = normalize(black_white, model)
     for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size, args.eval_images):
         noise = eval_noise("random", ids, encoder.grid).to(procs.device)
         painted, mask = model.reconstruct(normalize(pictures, model), noise)
@@ -681,21 +673,23 @@ def vit_config(args, img_size):
 
 def describe(args, procs, train, val, model, *lines):
     """Print what is about to run, and `lines`."""
-    steps, encoder = len(train.labels) // args.batch_size, model.encoder
+    if procs.rank > 0:
+        return
+    encoder, n = model.encoder, len(train.labels)
     millions, whole = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (encoder, model))
     where = "on the device" if torch.is_tensor(train.pictures) else f"{args.workers} workers"
     where += "" if train.classes else "; no train/ folder, so val is held out by name"
-    if procs.rank == 0:
-        print(f"data    {args.data}: {len(train.labels)} train, {len(val.labels)} val, {where}",
-              f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
-              f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
-              f"heads), {whole - millions:.2f} M in the rest",
-              f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}",
-              *[f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
-                f"{args.batch_size // procs.world // args.accum}",
-                f"steps   {args.epochs} epochs x {steps}, lr {args.lr:.3g}, {args.schedule}",
-                ] * (args.epochs > 0),
-              f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}")
+    print(f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
+          f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
+          f"heads), {whole - millions:.2f} M in the rest")
+    print(f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}")
+    if args.epochs > 0:
+        print(f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
+              f"{args.batch_size // procs.world // args.accum}\n"
+              f"steps   {args.epochs} epochs x {n // args.batch_size}, lr {args.lr:.3g}, "
+              f"{args.schedule}")
+    print(f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
 
 
 def run(args, values):
@@ -725,38 +719,26 @@ def run(args, values):
               lambda: evaluate_psnr(model, val, args, procs, folder / "recon.png"),
               method=args.method, config=config)
     if procs.rank == 0:
-        caveat = ["        norm_pix_loss: each hidden patch was given its true mean and variance; "
-                  "reconstruct(..., leak_free=True) does without"]
-        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction",
-              *caveat * getattr(model, "norm_pix_loss", False),
-              f"log     {folder / 'log.jsonl'}",
-              *[f"next    python finetune.py --checkpoint {folder / 'last.pt'}"
-                ] * bool(train.classes), sep="\n")
+        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction")
+        if getattr(model, "norm_pix_loss", False):
+            print("        norm_pix_loss: each hidden patch was given its true mean and variance; "
+                  "reconstruct(..., leak_free=True) does without")
+        print(f"log     {folder / 'log.jsonl'}")
+        if train.classes:
+            print(f"next    python finetune.py --checkpoint {folder / 'last.pt'}")
     return row
-
-
-def command(parser, run, argv):
-    """run(args) of a command line; what makes no sense (ValueError) ends in one line and code 2."""
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        parser.error(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    parser = first_options("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
+    parser = Parser("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
     args = parser.parse_known_args(argv)[0]
     cls, dim = METHODS[args.method], args.dim or SIZES[args.size or "micro"]["dim"]
     values = {**knobs(cls), **cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
-    add_options(parser, values, RECIPE + cls.__doc__)
+    parser.add_options(values, RECIPE + cls.__doc__)
     parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
-    return command(parser, partial(run, values=values), argv)
+    return parser.run(partial(run, values=values), argv)
 
 
 if __name__ == "__main__":
