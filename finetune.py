@@ -256,7 +256,7 @@ def run(args):
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    about = f"Fine-tune or probe an encoder. Defaults up to 64 pixels differ: {SMALL}"
+    about = f"Fine-tune or probe an encoder. Some defaults up to 64 pixels differ: {SMALL}"
     parser = Parser("finetune.py", about, "mode", RECIPES)
     recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
     option = parser.add_argument
