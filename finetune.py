@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (RECIPE, Feed, Parser, add_options, command, crop_batch, crop_transform, describe,
-                   drawing_from, first_options, fit, initialize, mean_over_processes, normalize,
-                   open_data, read, settle, start_processes, val_batches, vit_config)
+from train import (RECIPE, Feed, Parser, crop_batch, crop_transform, describe, fit, initialize,
+                   mean_over_processes, normalize, open_data, read, settle, start_processes,
+                   val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, from_released
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
@@ -156,16 +156,15 @@ def knn(model, train, args, procs, img_size, temperature=0.07):
 
 
 def read_sizes(path, heads=None):
-    """What a checkpoint says of its encoder: {img_size, patch_size, in_chans, dim, depth, heads};
-    {mean, std, norm: whether it has a final one}; and the data it was trained on, if known.
-    Released ones are taken to have ImageNet's mean and std."""
+    """What a checkpoint says of its encoder, as arguments of Classifier, and the data it was
+    trained on, if known. Released ones are taken to have ImageNet's mean and std."""
     content = read(path)
     if "method" in content:
-        sizes, state = content["config"], content["model"]
-        more, data = dict(mean=content["mean"], std=content["std"]), content["flags"]["data"]
+        config, state, data = content["config"], content["model"], content["flags"]["data"]
+        mean, std = content["mean"], content["std"]
     else:                                                  # a released one: read it off the shapes
+        state, data, mean, std = from_released(content), None, IMAGENET_MEAN, IMAGENET_STD
         try:
-            state, data = from_released(content), None
             dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
             side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
         except KeyError as error:
@@ -174,40 +173,39 @@ def read_sizes(path, heads=None):
         if not heads:
             raise ValueError(f"{path} does not say its number of heads: give --heads")
         depth = len({k.split(".")[2] for k in state if k.startswith("encoder.blocks.")})
-        sizes = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
-                     in_chans=in_chans, dim=dim, depth=depth, heads=heads)
-        more = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD)
+        config = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
+                      in_chans=in_chans, dim=dim, depth=depth, heads=heads)
     names = ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")
-    more["norm"] = "encoder.norm.weight" in state
-    return {name: sizes[name] for name in names}, more, data
+    norm = "encoder.norm.weight" in state
+    return dict({name: config[name] for name in names}, mean=mean, std=std, norm=norm), data
 
 
 def run(args):
     """A parsed command line of finetune.py, from data to the last epoch."""
-    sizes, more, data = {}, {}, None
+    config, data = {}, None
     if args.checkpoint:
-        sizes, more, data = read_sizes(args.checkpoint, args.heads)
+        config, data = read_sizes(args.checkpoint, args.heads)
     elif args.mode != "scratch":
         raise ValueError(f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
     procs, args.data = start_processes(args.device), args.data or data or "shapes"
-    img_size = args.img_size or sizes.get("img_size")
+    img_size = args.img_size or config.get("img_size")
     train, val, img_size = open_data(args.data, img_size, procs.device)
-    if getattr(args, "randaug", 0) > 30:
-        raise ValueError(f"--randaug {args.randaug} is more than 30")
     if not train.classes:
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     taken = settle(args, (SMALL_RECIPES if max(img_size) <= 64 else RECIPES)[args.mode])
+    if args.randaug > 30:
+        raise ValueError(f"--randaug {args.randaug} is more than 30")
+    if args.mix_ratio and (args.mixup or args.cutmix):
+        raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256
-    source = args.size or "micro"
-    if args.checkpoint:
-        source = Path(args.checkpoint).stem                # a released file's, or our run's
-        source = Path(args.checkpoint).absolute().parent.name if source == "last" else source
+    source = Path(args.checkpoint or args.size or "micro").absolute()      # runs/NAME/last.pt, or
+    source = source.parent.name if source.stem == "last" else source.stem  # a released file's name
     args.name = args.name or f"{source}_{args.mode}"
 
     torch.manual_seed(args.seed)
     given = {k: v for k in ("patch_size", "dim", "depth", "heads") if (v := getattr(args, k))}
-    config = {**(sizes or vit_config(args, img_size)), **SIZES.get(args.size, {}), **given, **more,
+    config = {**(config or vit_config(args, img_size)), **SIZES.get(args.size, {}), **given,
               "img_size": img_size, "classes": len(train.classes), "pool": args.pool,
               "probe": args.mode in ("linear", "knn"), "drop_path": args.drop_path,
               "smoothing": args.smoothing}
@@ -236,9 +234,6 @@ def run(args):
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
 
-    if mixers and args.mix_ratio:
-        raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
-
     def prepare(rows, pictures, labels, generator):
         if not in_workers:
             pictures = crop_batch(pictures, rows, img_size, args, generator)
@@ -246,7 +241,8 @@ def run(args):
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
-        with drawing_from(generator.initial_seed()):       # the same weights in every process
+        with torch.random.fork_rng(devices=[]):            # the same weights in every process
+            torch.default_generator.manual_seed(generator.initial_seed())
             return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
@@ -260,17 +256,16 @@ def run(args):
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = first_options("finetune.py", "mode", RECIPES)
-    recipe = RECIPES[first.parse_known_args(argv)[0].mode]
-    parser = Parser("finetune.py", parents=[first], description="Fine-tune or probe an encoder. "
-                    f"For pictures of up to 64 pixels some defaults differ: {SMALL}")
+    about = f"Fine-tune or probe an encoder. Some defaults up to 64 pixels differ: {SMALL}"
+    parser = Parser("finetune.py", about, "mode", RECIPES)
+    recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
     option = parser.add_argument
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")
     option("--k", type=int, default=20, help="neighbours of --mode knn")
-    add_options(parser, recipe, WORDS)
+    parser.add_options(recipe, WORDS)
     parser.set_defaults(eval_images=2 ** 62)               # all of them
-    return command(parser, run, argv)
+    return parser.run(run, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-From top to bottom: options, data, processes, optimiser, checkpoints, the loop, evaluation, main.
+From top to bottom: options, data, processes, checkpoints, the loop, evaluation, main.
 Order, crops and masks are functions of (seed, epoch, step), drawn for the whole global batch, of
 which each process takes its rows: N processes are one, a resumed run is the uninterrupted one.
 """
@@ -15,8 +15,8 @@ import re
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -47,33 +47,21 @@ LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_
              weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
              mixup=0, cutmix=0, randaug=0)
 SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay")   # from 0 to 1
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors that name an unknown flag's method or nearest neighbour."""
-
-    def __init__(self, prog, **kwargs):
-        super().__init__(prog, allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
-
-    def parse_args(self, argv=None):
-        args, unknown = self.parse_known_args(argv)
-        for word in unknown:
-            flag = word.split("=")[0].removeprefix("--").removeprefix("no-")
-            owners = [f"--method {name}" for name, cls in METHODS.items() if flag in knobs(cls)]
-            near = difflib.get_close_matches(flag, [action.dest for action in self._actions], 1)
-            self.error(f"unknown argument {word}" + (
-                f": it belongs to {' and '.join(owners)}" if owners else
-                f": did you mean --{near[0]}?" if near else ""))
-        for name, least in LEAST.items():
-            if (value := getattr(args, name, None)) is not None and not value >= least:
-                self.error(f"--{name} {value} is less than {least}")
-        for name in SHARES:
-            if not 0 <= getattr(args, name, 0) <= 1:
-                self.error(f"--{name} {getattr(args, name)} is not between 0 and 1")
-        return args
+WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
+RECIPE = """
+    optimizer: adamw, adam or sgd
+    schedule: cosine or constant
+    lr: learning rate
+    blr: learning rate for a batch of 256, instead of lr
+    betas: of adam and adamw
+    momentum: of sgd
+    weight_decay: on parameters of two and more dimensions
+    batch_size: of all processes together
+    epochs: passes over the training set; 0 writes the untrained model
+    warmup_epochs: epochs of linear warm-up
+    crop: least share of the area that a random resized crop keeps; 1: no crop
+    flip: flip left and right at random
+"""
 
 
 def knobs(cls):
@@ -96,83 +84,88 @@ def pixels(text):
     return sides if len(sides) == 2 else sides[0]
 
 
-def add_values(parser, values, doc):
-    """A flag for each {name: default}, parsed like the default and absent from the result unless
-    given; `doc` describes it in a line `name: words`."""
-    for name, default in values.items():
-        words = re.search(rf"^ *{name}: (.+)", doc, re.M)
-        how = dict(default=argparse.SUPPRESS, help=f"{words[1]} ({default})".replace("%", "%%"))
-        if isinstance(default, bool):
-            how["action"] = argparse.BooleanOptionalAction
-        else:
-            how["type"] = type(default) if isinstance(default, (int, float)) else numbers
-        parser.add_argument(f"--{name}", **how)
+class Parser(argparse.ArgumentParser):
+    """argparse that starts with the options on which others depend, --method or --mode and the
+    encoder's size. Its errors are one line and name an unknown flag's method or neighbour."""
 
+    def __init__(self, prog, about, name, choices):
+        super().__init__(prog, description=about, add_help=False, allow_abbrev=False)
+        self.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
+        self.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
+        for part in ("dim", "depth", "heads"):
+            self.add_argument(f"--{part}", type=int, help="of the encoder, instead of the size's")
 
-RECIPE = """
-    optimizer: adamw, adam or sgd
-    schedule: cosine or constant
-    lr: learning rate
-    blr: learning rate for a batch of 256, instead of lr
-    betas: of adam and adamw
-    momentum: of sgd
-    weight_decay: on parameters of two and more dimensions
-    batch_size: of all processes together
-    epochs: passes over the training set; 0 writes the untrained model
-    warmup_epochs: epochs of linear warm-up
-    crop: least share of the area that a random resized crop keeps; 1: no crop
-    flip: flip left and right at random
-"""
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
 
+    def add_options(self, values, doc):
+        """The options that train.py and finetune.py share, and a flag for each {name: default} of
+        `values`: parsed like the default, described by a line `name: words` of `doc`, and absent
+        from the result unless given."""
+        option = self.add_argument
+        option("-h", "--help", action="help", help="show this and exit")
+        option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
+               "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
+        option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
+        option("--patch_size", type=pixels, help="or H,W (16; small pictures: img_size / 8)")
+        option("--name", help="of the run's folder")
+        option("--runs", default="runs", help="folder of all runs")
+        option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
+        option("--overwrite", action="store_true", help="replace the run of that name")
+        option("--min_lr", type=float, default=0.0, help="where the cosine ends")
+        option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
+        option("--accum", type=int, default=1, help="pieces in which a batch is computed")
+        option("--seed", type=int, default=0)
+        option("--device", help="cuda, mps or cpu (the best there is)")
+        option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
+               help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
+        option("--compile", action="store_true", help="torch.compile the model")
+        option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
+        option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
+        if "lr" not in values:
+            option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
+        for name, default in {"momentum": 0.9, **values}.items():
+            words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
+            kind = type(default) if isinstance(default, (int, float)) else numbers
+            how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+            option(f"--{name}", default=argparse.SUPPRESS, **how,
+                   help=f"{words} ({default})".replace("%", "%%"))
 
-def first_options(prog, name, choices):
-    """The parser of --method or --mode and the encoder's width, on which other flags depend."""
-    parser = Parser(prog, add_help=False)
-    parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
-    parser.add_argument("--size", choices=SIZES, help="of the encoder (micro)")
-    parser.add_argument("--dim", type=int, help="of the encoder, instead of the size's")
-    return parser
-
-
-def add_options(parser, recipe, doc):
-    """The options that train.py and finetune.py share."""
-    option = parser.add_argument
-    option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
-           "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
-    for name in ("depth", "heads"):
-        option(f"--{name}", type=int, help="of the encoder, instead of the size's")
-    option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
-    option("--patch_size", type=pixels, help="or H,W (16; small pictures: an eighth of img_size)")
-    option("--name", help="of the run's folder")
-    option("--runs", default="runs", help="folder of all runs")
-    option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
-    option("--overwrite", action="store_true", help="replace the run of that name")
-    add_values(parser, {"momentum": 0.9, **recipe}, doc)
-    if "lr" not in recipe:
-        option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of blr")
-    option("--min_lr", type=float, default=0.0, help="where the cosine ends")
-    option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
-    option("--accum", type=int, default=1, help="pieces in which a batch is computed")
-    option("--seed", type=int, default=0)
-    option("--device", help="cuda, mps or cpu (the best there is)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-           help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
-    option("--compile", action="store_true", help="torch.compile the model")
-    option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
-    option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
+    def run(self, run, argv):
+        """run(args) of the words `argv`; what makes no sense, a ValueError, ends in one line."""
+        args, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            flag = word.split("=")[0].removeprefix("--").removeprefix("no-")
+            owners = [f"--method {name}" for name, cls in METHODS.items() if flag in knobs(cls)]
+            near = difflib.get_close_matches(flag, [action.dest for action in self._actions], 1)
+            self.error(f"unknown argument {word}" + (
+                f": it belongs to {' and '.join(owners)}" if owners else
+                f": did you mean --{near[0]}?" if near else ""))
+        try:
+            return run(args)
+        except ValueError as error:
+            self.error(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def settle(args, values):
-    """Fill in what was not given from `values` and return that as a line. lr sets blr aside."""
-    rate = vars(args).keys() & {"lr", "blr"} or {"lr"} & values.keys() or {"blr"}
+    """Fill in what was not given from `values`, where lr sets blr aside, and check the numbers.
+    Returns the line that says what was filled in."""
+    rate = vars(args).keys() & {"lr", "blr"} or values.keys() & {"lr"} or {"blr"}
     if len(rate) == 2:
         raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
-    values = {name: value for name, value in values.items()
-              if name not in {"lr", "blr"} - rate and name not in vars(args)}
+    aside = vars(args).keys() | {"lr", "blr"} - rate
+    values = {name: value for name, value in values.items() if name not in aside}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
-    for name, words in dict(optimizer="adamw adam sgd", schedule="cosine constant").items():
-        if getattr(args, name) not in words.split():
-            raise ValueError(f"--{name} {getattr(args, name)} is not one of {words}")
+    for name, value in vars(args).items():
+        if name in LEAST and value is not None and not value >= LEAST[name]:
+            raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
+        if name in SHARES and not 0 <= value <= 1:
+            raise ValueError(f"--{name} {value} is not between 0 and 1")
+        if name in WORDS and value not in WORDS[name]:
+            raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
     if not isinstance(args.betas, tuple) or len(args.betas) != 2:
         raise ValueError(f"--betas {args.betas} are not two numbers, as in 0.9,0.95")
     if 0 < args.epochs < args.warmup_epochs:
@@ -261,6 +254,14 @@ def cover(picture, img_size, border=0.0):
     return ImageOps.fit(picture, img_size[::-1], Image.BICUBIC, bleed=border)
 
 
+def read_all(files, img_size):
+    """The middles of the pictures in files, in the size (H, W): (N,3,H,W), uint8."""
+    read_one = v2.Compose([read_picture, partial(cover, img_size=img_size), v2.PILToTensor()])
+    with ThreadPoolExecutor() as pool:
+        bar = tqdm(files, "reading", leave=False, disable=None)
+        return torch.stack([*pool.map(read_one, bar)])
+
+
 def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
     """The train and val Split of `--data name`, and their (H, W). A folder's pictures, if a sample
     of 50 is not larger than that and all take less than `memory` bytes, are kept on the device like
@@ -271,8 +272,11 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
         try:
-            with first_process_first():
-                sets = [kind("data", train=train, download=True) for train in (True, False)]
+            if os.environ.get("LOCAL_RANK", "0") == "0":   # a machine's first process
+                kind("data", download=True)
+            if dist.is_initialized():
+                dist.barrier()
+            sets = [kind("data", train=train) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             raise ValueError(f"--data {name} cannot be downloaded, give a folder instead: {error}")
         parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
@@ -280,17 +284,11 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
         parts = list_folder(Path(name))
         files = parts[0][0]
         sizes = [read_picture(file).size for file in files[::math.ceil(len(files) / 50)]]
-        W, H = (max(sides) for sides in zip(*sizes))
+        W, H = map(max, zip(*sizes))
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         total = 3 * math.prod(img_size) * sum(len(files) for files, *_ in parts)
         if H <= img_size[0] and W <= img_size[1] and total < memory:
-            def decode(file):
-                return v2.functional.pil_to_tensor(cover(read_picture(file), img_size))
-            with ThreadPoolExecutor() as pool:
-                def decode_all(files):
-                    bar = tqdm(files, "reading", leave=False, disable=None)
-                    return torch.stack([*pool.map(decode, bar)])
-                parts = [(decode_all(files), *rest) for files, *rest in parts]
+            parts = [(read_all(files, img_size), *rest) for files, *rest in parts]
     return *(Split(x.contiguous().to(device) if torch.is_tensor(x) else x, torch.as_tensor(labels),
                    classes) for x, labels, classes in parts), img_size
 
@@ -298,14 +296,6 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
 def seed_of(*numbers):
     """One seed from several whole numbers."""
     return hash(numbers) % 2 ** 63
-
-
-@contextmanager
-def drawing_from(seed):
-    """What torch draws on the CPU in here depends on the seed and changes nothing outside."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 class Samples:
@@ -316,7 +306,8 @@ class Samples:
 
     def __getitem__(self, key):
         picture = self.pictures[key[-1]]
-        with drawing_from(seed_of(*key)):
+        with torch.random.fork_rng(devices=[]):            # changes nothing outside
+            torch.default_generator.manual_seed(seed_of(*key))
             return self.transform(read_picture(picture) if isinstance(picture, str) else picture)
 
 
@@ -381,16 +372,10 @@ def val_batches(split, args, procs, img_size, most, batch_size=250):
             for batch, (pictures, labels) in zip(ids, feed(ids, 0)))
 
 
-@lru_cache
-def channels(values, device):
-    """A tuple as (C,1,1) on the device, copied there once: each copy would wait for the device."""
-    return torch.tensor(values, device=device).view(-1, 1, 1)
-
-
 def normalize(pictures, model):
-    """Pictures 0 ... 255 as the model's input."""
-    mean, std = (channels(values, pictures.device) for values in (model.mean, model.std))
-    return (pictures / 255 - mean) / std
+    """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
+    channels = zip(pictures.unbind(1), model.mean, model.std)          # numbers: nothing is copied
+    return torch.stack([(x / 255 - mean) / std for x, mean, std in channels], dim=1)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -416,17 +401,6 @@ def start_processes(name=None):
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
-@contextmanager
-def first_process_first():
-    """The first process of each machine runs what is in here, then the others do."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if dist.is_initialized() and not first:
-        dist.barrier()
-    yield
-    if dist.is_initialized() and first:
-        dist.barrier()
-
-
 def mean_over_processes(sums, count, procs):
     """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
     total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
@@ -436,42 +410,12 @@ def mean_over_processes(sums, count, procs):
     return {name: value / count for name, value in zip(sums, total)}
 
 
-# -------------------------------------------------------------------------------------- optimiser
-
-def weight_decay_groups(model, weight_decay):
-    """Trainable parameters, those of two and more dimensions with weight decay, others without."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=weight_decay),
-            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0)]
-
-
-def make_optimizer(args, groups, procs):
-    """The recipe's optimiser, fused where torch has it."""
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
-    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=args.betas, fused=procs.device.type != "mps")
-
-
-def learning_rate(t, lr, epochs, warmup_epochs=0, schedule="cosine", min_lr=0.0):
-    """The rate t epochs in, a fraction: up to lr on a line, then to min_lr on half a cosine."""
-    if t < warmup_epochs:
-        return lr * t / warmup_epochs
-    if schedule == "constant":
-        return lr
-    t = (t - warmup_epochs) / (epochs - warmup_epochs)
-    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
-
-
 # ------------------------------------------------------------------------------------ checkpoints
 
 def save(path, content):
     """Write a checkpoint under a temporary name, then move it there: `path` is always whole."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(content, temporary)
     os.replace(temporary, path)
 
 
@@ -516,11 +460,35 @@ def initialize(model, path):
 
 # --------------------------------------------------------------------------------------- the loop
 
+def weight_decay_groups(model, weight_decay):
+    """Trainable parameters, those of two and more dimensions with weight decay, others without."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=weight_decay),
+            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0)]
+
+
+def make_optimizer(args, groups, procs):
+    """The recipe's optimiser, fused where torch has it."""
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
+    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=args.lr, betas=args.betas, fused=procs.device.type != "mps")
+
+
+def learning_rate(t, lr, epochs, warmup_epochs=0, schedule="cosine", min_lr=0.0):
+    """The rate t epochs in, a fraction: up to lr on a line, then to min_lr on half a cosine."""
+    if t < warmup_epochs:
+        return lr * t / warmup_epochs
+    if schedule == "constant":
+        return lr
+    t = (t - warmup_epochs) / (epochs - warmup_epochs)
+    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+
+
 def amp_dtype(amp, device):
     """autocast's dtype: as asked; or bf16 where a GPU has it, fp16 where not, float32 elsewhere."""
     if amp == "auto" and device.type == "cuda":
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if bf16 else torch.float16
+        amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
 
 
@@ -545,51 +513,60 @@ def train_step(net, optimizer, scaler, pieces, args, dtype):
     return totals
 
 
+def open_run(args, procs, content, model, optimizer, scaler):
+    """The run's folder, and the lines of its log.jsonl if it goes on: then model, optimizer and
+    scaler are as its last.pt has them. ValueError if it is another run's, or cannot be written."""
+    folder = Path(args.runs, args.name)
+    last, history = folder / "last.pt", []
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if last.exists() and not (args.resume or args.overwrite):
+        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
+                         f"it, --name NAME starts another")
+    if args.resume and last.exists():
+        saved = read(last)
+        flags, history = saved["flags"], saved["history"]
+        for name in ("method", "config"):
+            if saved[name] != content[name]:
+                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
+                                 f"{content[name]}")
+        if flags["optimizer"] != args.optimizer:
+            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
+                             f"has {flags['optimizer']}")
+        model.load_state_dict(saved["model"])
+        groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
+        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        changed = [f"--{name} {value} was {flags.get(name)}" for name, value in vars(args).items()
+                   if value != flags.get(name) and name != "resume"]
+        if procs.rank == 0:
+            print("resumed", f"after epoch {saved['epoch']}", *changed, sep="; ")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from None
+    if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
+        last.unlink(missing_ok=True)
+    return folder, history
+
+
 def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     """Train for --epochs; returns the last line of log.jsonl, a dict.
 
     `feed` has the training split; prepare(rows, pictures, labels, generator) makes the model's
     arguments of a piece, the `rows` of the global batch; evaluate() -> {name: value} runs after
     each epoch. Then log.jsonl and last.pt are written: `content`, weights, optimiser, flags."""
-    folder, device, n = Path(args.runs, args.name), procs.device, len(feed.split.labels)
+    device, n = procs.device, len(feed.split.labels)
     if args.batch_size % (procs.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {procs.world} "
                          f"processes x --accum {args.accum}")
     if n < args.batch_size:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
-    dtype, steps, done, history = amp_dtype(args.amp, device), n // args.batch_size, 0, []
+    dtype, steps = amp_dtype(args.amp, device), n // args.batch_size
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if args.resume and (folder / "last.pt").is_file():
-        saved = read(folder / "last.pt")
-        for name in ("method", "config"):
-            if saved[name] != content[name]:
-                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
-                                 f"{content[name]}")
-        if saved["flags"]["optimizer"] != args.optimizer:
-            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
-                             f"has {saved['flags']['optimizer']}")
-        model.load_state_dict(saved["model"])
-        if scaler.is_enabled() and saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
-        groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
-        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
-        done, history = saved["epoch"], saved["history"]
-        changed = [f"--{name} {value} was {saved['flags'].get(name)}" for name, value in
-                   vars(args).items() if value != saved["flags"].get(name) and name != "resume"]
-        if procs.rank == 0:
-            print("resumed", f"after epoch {done}", *changed, sep="; ")
-    elif (folder / "last.pt").exists() and not args.overwrite:
-        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
-                         f"it, --name NAME starts another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}") from None
-    if args.overwrite and procs.rank == 0:                 # or --resume would find the old run
-        (folder / "last.pt").unlink(missing_ok=True)
+    folder, history = open_run(args, procs, content, model, optimizer, scaler)
 
     def write(row):
         history.append(row)
@@ -617,14 +594,14 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             generator.manual_seed(seed_of(args.seed, epoch, step))
             yield prepare(on_device[piece], pictures, labels, generator)
 
-    if args.epochs == 0 and not history:
+    if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
-    for epoch in range(done, args.epochs):
+    for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
         torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
         totals, batches, began = {}, pieces(epoch), time.time()
-        bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", leave=False,
-                   disable=procs.rank > 0 or None)
+        bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", unit="img", leave=False,
+                   unit_scale=args.batch_size, disable=procs.rank > 0 or None)
         for step in bar:
             lr = learning_rate(epoch + step / steps, args.lr, args.epochs, args.warmup_epochs,
                                args.schedule, args.min_lr)
@@ -633,18 +610,16 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             metrics = train_step(net, optimizer, scaler, batches, args, dtype)
             totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0:                             # the only time the device is waited for
-                loss, now = metrics["loss"].item() / args.accum, time.time()
-                speed = (step + 1) * args.batch_size / (now - began)
-                bar.set_postfix_str(f"loss {loss:.4f}, {speed:.0f} img/s, lr {lr:.1e}")
+                bar.set_postfix_str(f"loss {metrics['loss'].item() / args.accum:.4f}, lr {lr:.1e}")
         means = mean_over_processes(totals, steps * args.accum, procs)
-        speed = steps * args.batch_size / (time.time() - began)
+        img_s = round(steps * args.batch_size / (time.time() - began), 1)
         if not math.isfinite(means["loss"]):
             raise SystemExit(f"the loss of epoch {epoch + 1} is {means['loss']}, lr {lr:.1e}: go "
                              f"on with --resume and a lower --lr, --clip_grad 1 or --amp fp32")
         for name, buffer in model.named_buffers() if procs.world > 1 else ():
             if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
-        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": round(speed, 1)})
+        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": img_s})
     return history[-1]
 
 
@@ -665,7 +640,8 @@ def evaluate_psnr(model, val, args, procs, picture=None):
     model.eval()
     encoder, count = model.encoder, 0
     sums = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}
-    zero, one = normalize(torch.tensor([0, 255], device=procs.device).view(2, 1, 1, 1), model)
+    black_white = torch.tensor([[0] * 3, [255] * 3], device=procs.device).view(2, 3, 1, 1)
+    zero, one = normalize(black_white, model)
     for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size, args.eval_images):
         noise = eval_noise("random", ids, encoder.grid).to(procs.device)
         painted, mask = model.reconstruct(normalize(pictures, model), noise)
@@ -701,33 +677,29 @@ def vit_config(args, img_size):
 
 def describe(args, procs, train, val, model, *lines):
     """Print what is about to run, and `lines`."""
-    steps, encoder = len(train.labels) // args.batch_size, model.encoder
+    if procs.rank > 0:
+        return
+    encoder, n = model.encoder, len(train.labels)
     millions, whole = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (encoder, model))
     where = "on the device" if torch.is_tensor(train.pictures) else f"{args.workers} workers"
     where += "" if train.classes else "; no train/ folder, so val is held out by name"
-    if procs.rank == 0:
-        print(f"data    {args.data}: {len(train.labels)} train, {len(val.labels)} val, {where}",
-              f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
-              f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
-              f"heads), {whole - millions:.2f} M in the rest",
-              f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}",
-              *[f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
-                f"{args.batch_size // procs.world // args.accum}",
-                f"steps   {args.epochs} epochs x {steps}, lr {args.lr:.3g}, {args.schedule}",
-                ] * (args.epochs > 0),
-              f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}")
+    print(f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
+          f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
+          f"heads), {whole - millions:.2f} M in the rest")
+    print(f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}")
+    if args.epochs > 0:
+        print(f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
+              f"{args.batch_size // procs.world // args.accum}\n"
+              f"steps   {args.epochs} epochs x {n // args.batch_size}, lr {args.lr:.3g}, "
+              f"{args.schedule}")
+    print(f"device  {procs.device}, {amp_dtype(args.amp, procs.device)}", *lines, sep="\n")
 
 
-def recipe_of(cls, args):
-    """The paper's recipe, with what `small` replaces in it for encoders up to tiny."""
-    dim = args.dim or SIZES[args.size or "micro"]["dim"]
-    return {**cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
-
-
-def run(args):
-    """A parsed command line of train.py, from data to the last epoch."""
-    cls = METHODS[args.method]
-    taken = settle(args, {**knobs(cls), **recipe_of(cls, args)})
+def run(args, values):
+    """A parsed command line of train.py, from data to the last epoch; `values` are of what is not
+    given: the method's arguments and recipe."""
+    cls, taken = METHODS[args.method], settle(args, values)
     args.data, args.name = args.data or "shapes", args.name or args.method
     procs = start_processes(args.device)
     train, val, img_size = open_data(args.data, args.img_size, procs.device)
@@ -751,40 +723,26 @@ def run(args):
               lambda: evaluate_psnr(model, val, args, procs, folder / "recon.png"),
               method=args.method, config=config)
     if procs.rank == 0:
-        caveat = ["        norm_pix_loss: each hidden patch was given its true mean and variance; "
-                  "reconstruct(..., leak_free=True) does without"]
-        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction",
-              *caveat * getattr(model, "norm_pix_loss", False),
-              f"log     {folder / 'log.jsonl'}",
-              *[f"next    python finetune.py --checkpoint {folder / 'last.pt'}"
-                ] * bool(train.classes), sep="\n")
+        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction")
+        if getattr(model, "norm_pix_loss", False):
+            print("        norm_pix_loss: each hidden patch was given its true mean and variance; "
+                  "reconstruct(..., leak_free=True) does without")
+        print(f"log     {folder / 'log.jsonl'}")
+        if train.classes:
+            print(f"next    python finetune.py --checkpoint {folder / 'last.pt'}")
     return row
-
-
-def command(parser, run, argv):
-    """run(args) of a command line; what makes no sense (ValueError) ends in one line and code 2."""
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        parser.error(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = first_options("train.py", "method", METHODS)
-    args = first.parse_known_args(argv)[0]
-    cls = METHODS[args.method]
-    recipe, own = recipe_of(cls, args), knobs(cls)
-    parser = Parser("train.py", parents=[first], description="Pretrain a masked autoencoder.")
-    add_options(parser, {name: value for name, value in recipe.items() if name not in own}, RECIPE)
+    parser = Parser("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
+    args = parser.parse_known_args(argv)[0]
+    cls, dim = METHODS[args.method], args.dim or SIZES[args.size or "micro"]["dim"]
+    values = {**knobs(cls), **cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
+    parser.add_options(values, RECIPE + cls.__doc__)
     parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
-    add_values(parser, {**own, **{k: v for k, v in recipe.items() if k in own}}, cls.__doc__)
-    return command(parser, run, argv)
+    return parser.run(partial(run, values=values), argv)
 
 
 if __name__ == "__main__":
