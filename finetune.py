@@ -25,9 +25,9 @@ from torch import nn
 from torchvision.transforms import v2
 
 from train import (RECIPE, Feed, Parser, crop_batch, crop_transform, describe, fit, initialize,
-                   mean_over_processes, normalize, open_data, read, settle, start_processes,
+                   mean_over_processes, normalize, open_data, read_sizes, settle, start_processes,
                    val_batches, vit_config)
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, from_released
+from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
@@ -155,31 +155,6 @@ def knn(model, train, args, procs, img_size, temperature=0.07):
     return score
 
 
-def read_sizes(path, heads=None):
-    """What a checkpoint says of its encoder, as arguments of Classifier, and the data it was
-    trained on, if known. Released ones are taken to have ImageNet's mean and std."""
-    content = read(path)
-    if "method" in content:
-        config, state, data = content["config"], content["model"], content["flags"]["data"]
-        mean, std = content["mean"], content["std"]
-    else:                                                  # a released one: read it off the shapes
-        state, data, mean, std = from_released(content), None, IMAGENET_MEAN, IMAGENET_STD
-        try:
-            dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
-            side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
-        except KeyError as error:
-            raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
-        heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)
-        if not heads:
-            raise ValueError(f"{path} does not say its number of heads: give --heads")
-        depth = len({k.split(".")[2] for k in state if k.startswith("encoder.blocks.")})
-        config = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
-                      in_chans=in_chans, dim=dim, depth=depth, heads=heads)
-    names = ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")
-    norm = "encoder.norm.weight" in state
-    return dict({name: config[name] for name in names}, mean=mean, std=std, norm=norm), data
-
-
 def run(args):
     """A parsed command line of finetune.py, from data to the last epoch."""
     config, data = {}, None
@@ -263,7 +238,7 @@ def main(argv=None):
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")
     option("--k", type=int, default=20, help="neighbours of --mode knn")
-    parser.add_options(recipe, WORDS)
+    parser.add_options(recipe, WORDS, {})
     parser.set_defaults(eval_images=2 ** 62)               # all of them
     return parser.run(run, argv)
 

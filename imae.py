@@ -101,11 +101,12 @@ class IMAE(nn.Module):
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
     def from_mae(self, state):
-        """An MAE's state dict in this model's names: its decoder embedding starts all branches."""
-        return {name.replace("decoder_embed.", f"decoder_embed.{i}."): value
-                for name, value in state.items()
-                for i in range(len(self.decoder_embed) if name in (
-                    "decoder_embed.weight", "decoder_embed.bias") else 1)}
+        """A state dict in this model's names: an MAE's decoder embedding starts all branches."""
+        state = dict(state)
+        for part in {"weight", "bias"} if "decoder_embed.weight" in state else ():
+            value = state.pop(f"decoder_embed.{part}")
+            state |= {f"decoder_embed.{i}.{part}": value for i in range(len(self.decoder_embed))}
+        return state
 
     def mixture(self, images, partners, mix):
         """mix: a number or (B,) -> the mixture, and (images, partners) as (subordinate, dominant);

@@ -36,7 +36,8 @@ from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from vit import SIZES, from_released, grid_of, mask_noise, pair, transfer, unpatchify
+from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, from_released, grid_of, mask_noise, pair,
+                 transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
@@ -46,7 +47,9 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_lr=0, crop=0.01,
              weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
              mixup=0, cutmix=0, randaug=0)
-SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay")   # from 0 to 1
+SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay",  # from 0 to 1
+          "same_class")
+PAIR_FLAGS = ("teacher", "same_class")                     # of methods that learn from pairs
 WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 RECIPE = """
     optimizer: adamw, adam or sgd
@@ -98,10 +101,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
 
-    def add_options(self, values, doc):
+    def add_options(self, values, doc, kinds):
         """The options that train.py and finetune.py share, and a flag for each {name: default} of
-        `values`: parsed like the default, described by a line `name: words` of `doc`, and absent
-        from the result unless given."""
+        `values`: parsed like the default or by its type in `kinds`, described by a line `name:
+        words` of `doc`, and absent from the result unless given."""
         option = self.add_argument
         option("-h", "--help", action="help", help="show this and exit")
         option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
@@ -126,8 +129,9 @@ class Parser(argparse.ArgumentParser):
             option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
         for name, default in {"momentum": 0.9, **values}.items():
             words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
-            kind = type(default) if isinstance(default, (int, float)) else numbers
-            how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+            kind = kinds.get(name, type(default))
+            how = (dict(action=argparse.BooleanOptionalAction) if kind is bool else
+                   dict(type=kind if kind in (int, float) else numbers))
             option(f"--{name}", default=argparse.SUPPRESS, **how,
                    help=f"{words} ({default})".replace("%", "%%"))
 
@@ -136,7 +140,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv)
         for word in unknown:
             flag = word.split("=")[0].removeprefix("--").removeprefix("no-")
-            owners = [f"--method {name}" for name, cls in METHODS.items() if flag in knobs(cls)]
+            owners = [f"--method {name}" for name, cls in METHODS.items()
+                      if flag in knobs(cls) or flag in PAIR_FLAGS and hasattr(cls, "pairs")]
             near = difflib.get_close_matches(flag, [action.dest for action in self._actions], 1)
             self.error(f"unknown argument {word}" + (
                 f": it belongs to {' and '.join(owners)}" if owners else
@@ -162,7 +167,7 @@ def settle(args, values):
     for name, value in vars(args).items():
         if name in LEAST and value is not None and not value >= LEAST[name]:
             raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
-        if name in SHARES and not 0 <= value <= 1:
+        if name in SHARES and value is not None and not 0 <= value <= 1:
             raise ValueError(f"--{name} {value} is not between 0 and 1")
         if name in WORDS and value not in WORDS[name]:
             raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
@@ -298,6 +303,26 @@ def seed_of(*numbers):
     return hash(numbers) % 2 ** 63
 
 
+def draw_partners(order, labels, same_class, generator):
+    """A partner for each picture of `order` (n,), of the N in labels: any other one, or, given
+    same_class in 0 ... 1, for the k-th one of its own class iff floor((k+1) same_class) > floor(k
+    same_class), else one of another. ValueError where there is none."""
+    N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
+    if same_class is None:
+        return (order + 1 + (u * (N - 1)).long()) % N
+    by_class, sizes = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
+    label = labels.unique(return_inverse=True)[1][order]   # 0, 1, ... also where one is missing
+    start, size, place = (sizes.cumsum(0) - sizes)[label], sizes[label], by_class.argsort()[order]
+    k = torch.arange(len(order), dtype=torch.float64)
+    same = ((k + 1) * same_class).floor() > (k * same_class).floor()
+    if (size[same] < 2).any() or (size[~same] == N).any():
+        raise ValueError(f"--same_class {same_class}: some pictures have no partner, a class has "
+                         f"{sizes.min()} of the {N}")
+    mate = start + (place - start + 1 + (u * (size - 1)).long()) % size     # next in the class
+    other = (start + size + (u * (N - size)).long()) % N                   # after it, in a circle
+    return by_class[torch.where(same, mate, other)]
+
+
 class Samples:
     """Pictures for DataLoader's workers. The transform draws from a seed, the key (..., index)."""
 
@@ -415,7 +440,9 @@ def mean_over_processes(sums, count, procs):
 def save(path, content):
     """Write a checkpoint under a temporary name, then move it there: `path` is always whole."""
     temporary = path.with_name(path.name + ".tmp")
-    torch.save(content, temporary)
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        os.fsync(file)
     os.replace(temporary, path)
 
 
@@ -446,14 +473,55 @@ def load(path, classes=METHODS):
     return model.eval()
 
 
+def read_sizes(path, heads=None):
+    """What a checkpoint says of its encoder: sizes, mean, std and norm, whether it has a final one;
+    and the data it was trained on, if known. Released ones: ImageNet's mean and std."""
+    content = read(path)
+    if "method" in content:
+        config, state, data = content["config"], content["model"], content["flags"]["data"]
+        mean, std = content["mean"], content["std"]
+    else:                                                  # a released one: read it off the shapes
+        state, data, mean, std = from_released(content), None, IMAGENET_MEAN, IMAGENET_STD
+        try:
+            dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
+            side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
+        except KeyError as error:
+            raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
+        heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)
+        if not heads:
+            raise ValueError(f"{path} does not say its number of heads: give --heads")
+        depth = len({k.split(".")[2] for k in state if k.startswith("encoder.blocks.")})
+        config = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
+                      in_chans=in_chans, dim=dim, depth=depth, heads=heads)
+    names = ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")
+    norm = "encoder.norm.weight" in state
+    return dict({name: config[name] for name in names}, mean=mean, std=std, norm=norm), data
+
+
+def read_teacher(path, config):
+    """A checkpoint's MAE as the teacher of a model of `config`: its {dim, depth, heads} and its
+    weights. ValueError if it is none, or of other patches or another decoder width."""
+    content, (sizes, _) = read(path), read_sizes(path)
+    state = content["model"] if "method" in content else from_released(content)
+    if content.get("method", "mae") != "mae" or "map_weights" in state or not state.keys() >= {
+            "decoder_embed.weight", "encoder.norm.weight"}:
+        raise ValueError(f"--teacher {path} is not an MAE with its decoder embedding")
+    for name, value in {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}.items():
+        if name in ("img_size", "patch_size", "decoder_dim") and value != config[name]:
+            raise ValueError(f"--teacher {path} has {name} {value}, this model {config[name]}")
+    return ({name: sizes[name] for name in ("dim", "depth", "heads")},
+            {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})
+
+
 def initialize(model, path):
     """Start `model` from the encoder in a checkpoint, this project's or a released one: the notes
     and the ValueError of vit.transfer."""
     content = read(path)
+    ours = "method" in content
+    state = content["model"] if ours else from_released(content)
     try:
-        if "method" in content:
-            return transfer(model, content["model"], grid_of(**content["config"]))
-        return transfer(model, from_released(content))
+        return transfer(model, getattr(model, "from_mae", dict)(state),
+                        grid_of(**content["config"]) if ours else None)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
 
@@ -555,8 +623,9 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     """Train for --epochs; returns the last line of log.jsonl, a dict.
 
     `feed` has the training split; prepare(rows, pictures, labels, generator) makes the model's
-    arguments of a piece, the `rows` of the global batch; evaluate() -> {name: value} runs after
-    each epoch. Then log.jsonl and last.pt are written: `content`, weights, optimiser, flags."""
+    arguments of a piece, the `rows` of the global batch, followed by their partners where the model
+    learns from pairs; evaluate() -> {name: value} runs after each epoch. Then log.jsonl and last.pt
+    are written: `content`, weights, optimiser, flags."""
     device, n = procs.device, len(feed.split.labels)
     if args.batch_size % (procs.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {procs.world} "
@@ -586,9 +655,13 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     rows = torch.arange(args.batch_size).view(args.accum, procs.world, -1)[:, procs.rank]
 
     def pieces(epoch):                                     # each draw is for a step's global batch
-        order = torch.Generator().manual_seed(seed_of(args.seed, epoch))
-        order = torch.randperm(n, generator=order)[:steps * args.batch_size].view(steps, -1)
-        ids, on_device = order[:, rows].flatten(0, 1), rows.to(device)  # (steps * accum, b)
+        g, on_device = torch.Generator().manual_seed(seed_of(args.seed, epoch)), rows.to(device)
+        order = torch.randperm(n, generator=g)[:steps * args.batch_size]
+        parts = [order]
+        if hasattr(model, "pairs"):
+            parts += [draw_partners(order, feed.split.labels, args.same_class, g)]
+        ids = [part.view(steps, -1)[:, rows].flatten(0, 1) for part in parts]
+        ids = torch.cat(ids, dim=1)                        # (steps * accum, b or 2b)
         for i, (pictures, labels) in enumerate(feed(ids, args.seed, epoch)):
             step, piece = divmod(i, args.accum)
             generator.manual_seed(seed_of(args.seed, epoch, step))
@@ -646,8 +719,7 @@ def evaluate_psnr(model, val, args, procs, picture=None):
         noise = eval_noise("random", ids, encoder.grid).to(procs.device)
         painted, mask = model.reconstruct(normalize(pictures, model), noise)
         truth, painted = pictures / 255, ((painted - zero) / (one - zero)).clamp(0, 1)
-        hidden = mask[..., None].expand(-1, -1, math.prod(encoder.patch_size))
-        hidden = unpatchify(hidden, encoder.patch_size, encoder.grid)  # (b, 1, H, W)
+        hidden = encoder.pixels_of(mask)                               # (b, 1, H, W)
         share = hidden.mean((1, 2, 3))                                 # (b,)
         colour = (truth * (1 - hidden)).sum((2, 3), True) / (1 - hidden).sum((2, 3), True)
         whole = (truth - painted).square().mean((1, 2, 3))             # (b,)
@@ -705,18 +777,33 @@ def run(args, values):
     train, val, img_size = open_data(args.data, args.img_size, procs.device)
     torch.manual_seed(args.seed)
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
-    model = cls(**config).to(procs.device)
+    pairs, notes, weights = hasattr(cls, "pairs"), [], {}
+    if pairs and args.teacher:
+        config["teacher"], weights = read_teacher(args.teacher, config)
+    elif pairs:
+        notes = ["teacher none, so no distillation: --teacher FILE takes an MAE"]
+    model = cls(**config)
+    if weights:
+        model.teacher.load_state_dict(weights)
+    model.to(procs.device)
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256 * model.lr_scale
-    notes = initialize(model, args.init) if args.init else []
+    notes += initialize(model, args.init) if args.init else []
     describe(args, procs, train, val, model, taken, *notes)
     folder, stream = Path(args.runs, args.name), not torch.is_tensor(train.pictures)
 
     def prepare(rows, pictures, labels, generator):
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, procs.device, generator)
+        parts = pictures.chunk(1 + pairs)                  # partners, cropped by themselves
         if not stream:
-            pictures = crop_batch(pictures, rows, img_size, args, generator)
-        return normalize(pictures, model), noise[rows]
+            parts = [crop_batch(part, rows, img_size, args, generator) for part in parts]
+        images, *partners = (normalize(part, model) for part in parts)
+        if not pairs:
+            return images, noise[rows]
+        with torch.random.fork_rng([]):                    # one weight a step, for all processes
+            torch.manual_seed(generator.initial_seed())
+            mix = torch.distributions.Beta(model.beta, model.beta).sample()
+        return images, noise[rows], *partners, mix.to(procs.device)
 
     row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay),
               Feed(train, args, procs, crop_transform(img_size, args) if stream else None), prepare,
@@ -739,9 +826,13 @@ def main(argv=None):
     args = parser.parse_known_args(argv)[0]
     cls, dim = METHODS[args.method], args.dim or SIZES[args.size or "micro"]["dim"]
     values = {**knobs(cls), **cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
-    parser.add_options(values, RECIPE + cls.__doc__)
+    parser.add_options(values, RECIPE + cls.__doc__, cls.__init__.__annotations__)
     parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
+    if hasattr(cls, "pairs"):
+        parser.add_argument("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
+        parser.add_argument("--same_class", type=float, help="share of pairs that are of one class, "
+                            "the others are of two (any pairs)")
     return parser.run(partial(run, values=values), argv)
 
 
