@@ -831,8 +831,8 @@ def main(argv=None):
     parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
     if hasattr(cls, "pairs"):
         parser.add_argument("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
-        parser.add_argument("--same_class", type=float, help="share of pairs that are of one class, "
-                            "the others are of two (any pairs)")
+        parser.add_argument("--same_class", type=float,
+                            help="share of the pairs that are of one class, the others are not")
     return parser.run(partial(run, values=values), argv)
 
 

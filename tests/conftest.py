@@ -48,8 +48,8 @@ def pretrain(folder, tmp_path, monkeypatch):
     """pretrain("--flag", "value", name="x") runs train.py in tmp_path -> its last.pt."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*words, name="mae"):
-        train.main(["--data", str(folder), "--name", name, *TINY, *DECODER, *words])
+    def run(*words, name="mae", own=DECODER):
+        train.main(["--data", str(folder), "--name", name, *TINY, *own, *words])
         return train.read(Path("runs", name, "last.pt"))
     return run
 

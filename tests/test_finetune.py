@@ -11,7 +11,6 @@ import train
 from finetune import Classifier, layer_decay_groups
 from tests.conftest import ROOT, TINY, same, shell, stopping_after_two, write_pictures
 from tests.golden import load, replay, vit_args
-from tests.test_mae import EXPECTED
 from vit import from_released, resize_pos_embed, to_released
 
 
@@ -19,16 +18,6 @@ def classifier(**kwargs):
     torch.manual_seed(0)
     return Classifier(**{**dict(img_size=16, patch_size=4, dim=16,
                       depth=2, heads=2, classes=3), **kwargs})
-
-
-def test_golden():
-    fixture = load(ROOT / "tests/golden/finetune_avg.pt")
-    ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
-    assert torch.allclose(ours["loss"], fixture["loss"], rtol=0, atol=2e-6)
-    assert torch.allclose(ours["pred"], fixture["logits"], rtol=0, atol=3e-6)
-    assert ours["grads"].keys() >= fixture["grads"].keys() and len(fixture["grads"]) > 2
-    for name, grad in fixture["grads"].items():
-        assert torch.allclose(ours["grads"][name], grad, rtol=0, atol=1e-5), name
 
 
 def test_replay_takes_the_class_token():

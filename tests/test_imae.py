@@ -1,11 +1,15 @@
 """What i-MAE is about: which branch paints which image, the teacher, and linear separability."""
 
+import math
+
 import pytest
 import torch
 
+import train
 from imae import IMAE, MIXES, ridge_r2, separability
 from mae import MAE
-from tests.conftest import ROOT
+from tests.conftest import DECODER as DECODER_WORDS
+from tests.conftest import ROOT, TINY, same, shell
 from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, build, images_and_noise
 
@@ -210,3 +214,119 @@ def test_defaults_are_the_papers():
     assert IMAE.pairs and IMAE.recipe["crop"] == 1.0 and not IMAE.recipe["flip"]
     model = IMAE(32, 2, dim=8, depth=1, heads=1)           # CIFAR, patches of 2
     assert model.encoder.num_patches == 256 and not model.norm_pix_loss and model.beta == 1.0
+
+
+# --------------------------------------------------------------------- pairs in the training loop
+
+def labels_of(*sizes):
+    """Labels of classes of these sizes, well mixed."""
+    labels = torch.cat([torch.full((n,), c) for c, n in enumerate(sizes)])
+    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))]
+
+
+@pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0, 0.3])
+def test_share_of_one_class_is_exact(r):
+    """The k-th pair is of one class iff floor((k+1) r) > floor(k r): in every stretch of the order,
+    and every possible partner comes up."""
+    labels, seen = labels_of(5, 3, 2), {}
+    for epoch in range(300):
+        g = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(10, generator=g)
+        partners = train.draw_partners(order, labels, r, g)
+        same = labels[order] == labels[partners]
+        assert same.tolist() == [math.floor((k + 1) * r) > math.floor(k * r) for k in range(10)]
+        assert (order != partners).all()
+        for a, b in zip(order.tolist(), partners.tolist()):
+            seen.setdefault(a, set()).add(b)
+    for a in range(10):
+        mates = {b for b in range(10) if b != a and labels[b] == labels[a]}
+        others = {b for b in range(10) if labels[b] != labels[a]}
+        assert seen[a] == (mates if r > 0 else set()) | (others if r < 1 else set())
+
+
+def test_random_partners_are_any_other_picture():
+    g = torch.Generator().manual_seed(0)
+    order = torch.arange(4).repeat(3000)
+    partners = train.draw_partners(order, labels_of(4), None, g)
+    count = torch.zeros(4, 4).index_put((order, partners), torch.ones(()), accumulate=True)
+    assert (count.diag() == 0).all() and (count[count > 0] - 1000).abs().max() < 120
+
+
+@pytest.mark.parametrize("r, sizes", [(0.5, (3, 1)), (0.5, (4,)), (0.0, (4,)), (1.0, (3, 1))])
+def test_no_partner_is_an_error(r, sizes):
+    order = torch.arange(sum(sizes)).repeat(2)             # each in the role of both kinds
+    order = torch.cat([order, order.roll(1)])
+    with pytest.raises(ValueError, match="same_class"):
+        train.draw_partners(order, labels_of(*sizes), r, torch.Generator())
+
+
+def pairs_seen(monkeypatch, pretrain, *words):
+    """All (images, partners, mix) on which a run trained, and its checkpoint."""
+    seen, forward = [], IMAE.forward
+
+    def remember(self, images, noise, partners, mix):
+        seen.append((images, partners, mix))
+        return forward(self, images, noise, partners, mix)
+    with monkeypatch.context() as patch:
+        patch.setattr(IMAE, "forward", remember)
+        content = pretrain("--method", "imae", *words)
+    return seen, content
+
+
+def colour(images):
+    """The class of conftest's pictures: whether red or blue is stronger."""
+    return images[:, ::2].mean((2, 3)).argmax(1)
+
+
+@pytest.mark.parametrize("size", ["16", "8"])              # in memory; larger pictures stream
+def test_pairs_of_a_run(size, pretrain, monkeypatch):
+    words = ["--img_size", size, "--patch_size", "4", "--same_class", "0.25"]
+    seen, _ = pairs_seen(monkeypatch, pretrain, *words)
+    same = torch.cat([colour(images) == colour(partners) for images, partners, _ in seen])
+    assert same.view(2, -1).sum(1).tolist() == [10, 10]    # of 40 pictures, each epoch
+    mixes = torch.stack([mix for *_, mix in seen])
+    assert len(mixes.unique()) == 10 and ((mixes > 0) & (mixes < 1)).all()
+    again, _ = pairs_seen(monkeypatch, pretrain, *words, "--overwrite")
+    assert all(torch.equal(a, b) for x, y in zip(seen, again) for a, b in zip(x, y))
+
+
+def test_two_processes_see_the_same_pairs(pretrain, folder, tmp_path):
+    words = ["--method", "imae", "--optimizer", "sgd", "--lr", "0.1", "--same_class", "0.5"]
+    one = pretrain(*words, "--accum", "2", name="one")
+    shell("train.py", "--data", str(folder), *TINY, *DECODER_WORDS, *words, "--name", "two",
+          processes=2, cwd=tmp_path)
+    two = train.read(tmp_path / "runs/two/last.pt")
+    assert same(one["model"], two["model"], atol=1e-6)
+
+
+def test_teacher_from_a_checkpoint(pretrain, folder, refused, tmp_path, capsys):
+    """Our own MAE's or a released one; it stays as it is, and is in the student's checkpoint."""
+    mae = pretrain("--dim", "64")                          # of a width that tells the heads
+    released = {k.removeprefix("encoder."): v for k, v in mae["model"].items()}
+    torch.save({"model": released}, tmp_path / "released.pth")
+    base = ["--data", folder, *TINY, *DECODER_WORDS, "--method", "imae"]
+    for name, file in (("own", "runs/mae/last.pt"), ("released", tmp_path / "released.pth")):
+        pretrain("--method", "imae", "--teacher", str(file), name=name)
+        said = capsys.readouterr().out
+        assert "no distillation" not in said
+        model = train.load(f"runs/{name}/last.pt")
+        for k, v in model.teacher.state_dict().items():
+            assert torch.equal(v, mae["model"][k])
+        assert model.distill_weight == 1.0
+    pretrain("--method", "imae", name="alone")
+    assert "no distillation: --teacher FILE" in capsys.readouterr().out
+    start = pretrain("--method", "imae", "--init", "runs/mae/last.pt", "--epochs", "0", "--dim",
+                     "64", "--teacher", "runs/mae/last.pt", name="init")["model"]
+    for branch in ("decoder_embed.0.", "decoder_embed.1.", "teacher.decoder_embed."):
+        assert torch.equal(start[branch + "weight"], mae["model"]["decoder_embed.weight"])
+    main = train.main
+    refused(main, [*base, "--name", "a", "--distill_weight", "1"], "needs a teacher", "--teacher")
+    refused(main, [*base, "--name", "a", "--teacher", "runs/own/last.pt"], "not an MAE")
+    refused(main, [*base, "--name", "a", "--teacher", "gone.pt"], "no checkpoint gone.pt")
+    refused(main, [*base, "--name", "a", "--teacher", "runs/mae/last.pt", "--patch_size", "8"],
+            "has patch_size (4, 4), this model (8, 8)")
+    refused(main, [*base, "--name", "a", "--teacher", "runs/mae/last.pt", "--decoder_dim", "32"],
+            "has decoder_dim 16, this model 32")
+    refused(main, [*base, "--name", "a", "--same_class", "1.5"], "--same_class 1.5", "0 and 1")
+    refused(main, ["--method", "mae", "--same_class", "1"], "it belongs to --method imae")
+    assert not (tmp_path / "runs/a").exists()

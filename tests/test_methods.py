@@ -2,6 +2,7 @@
 something. What is special to one is in its own file."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conftest import ROOT
+import finetune
+import train
+from tests.conftest import ROOT, same
 from tests.golden import distances, load
 from train import METHODS, knobs
 from vit import normalize_patches, patchify
@@ -248,6 +251,38 @@ def test_a_call_changes_nothing(name):
 def test_impossible_sizes(name, options):
     with pytest.raises(ValueError, match="mask_ratio 1.0 shows 0 of 24|img_size 30 is|width 16 is"):
         build(name, **options)
+
+
+def flags(options):
+    """Options as words of a command line."""
+    return [word for k, v in options.items() for word in (f"--{k}", str(v))]
+
+
+@methods
+def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
+    """train.py writes a run, load gives the model back, finetune.py takes its encoder."""
+    content = pretrain("--method", name, name=name, own=flags(BASE[name]))
+    assert all(math.isfinite(v) for v in content["history"][1].values())
+    model = train.load(f"runs/{name}/last.pt")
+    assert isinstance(model, METHODS[name]) and not model.training
+    assert all(torch.equal(v, content["model"][k]) for k, v in model.state_dict().items())
+    words = ["--checkpoint", f"runs/{name}/last.pt", "--batch_size", "8", "--epochs", "1",
+             "--warmup_epochs", "0", "--workers", "0"]
+    assert finetune.main([*words, "--mode", "knn", "--k", "3"])["top1"] > 0
+    said = capsys.readouterr().out.splitlines()
+    assert "fresh: head" in said and [line for line in said if line.startswith("not taken over: ")]
+    assert finetune.main(words)["loss"] > 0
+
+
+@methods
+def test_the_seed_is_the_run(name, pretrain):
+    """Two runs are equal, in pieces or not (but for what a model draws itself)."""
+    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.01", "--epochs", "1"]
+    words += ["--pixel_fraction", "1.0"] if name == "minr" else []
+    a = pretrain(*words, name="a", own=flags(BASE[name]))
+    b = pretrain(*words, name="b", own=flags(BASE[name]))
+    c = pretrain(*words, "--accum", "2", name="c", own=flags(BASE[name]))
+    assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-5)
 
 
 def train_under_ddp(rank, port):
