@@ -101,14 +101,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(str(message).split())}\n")
 
-    def add_options(self, values, doc, kinds):
-        """The options that train.py and finetune.py share, and a flag for each {name: default} of
-        `values`: parsed like the default or by its type in `kinds`, described by a line `name:
-        words` of `doc`, and absent from the result unless given."""
+    def add_data_options(self):
+        """The options of everything that looks at pictures."""
         option = self.add_argument
         option("-h", "--help", action="help", help="show this and exit")
         option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
                "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
+        option("--device", help="cuda, mps or cpu (the best there is)")
+        option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
+        option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
+
+    def add_options(self, values, doc, kinds):
+        """The options that train.py and finetune.py share, and a flag for each {name: default} of
+        `values`: parsed like the default or by its type in `kinds`, described by a line `name:
+        words` of `doc`, and absent from the result unless given."""
+        self.add_data_options()
+        option = self.add_argument
         option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
         option("--patch_size", type=pixels, help="or H,W (16; small pictures: img_size / 8)")
         option("--name", help="of the run's folder")
@@ -119,12 +127,9 @@ class Parser(argparse.ArgumentParser):
         option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
         option("--accum", type=int, default=1, help="pieces in which a batch is computed")
         option("--seed", type=int, default=0)
-        option("--device", help="cuda, mps or cpu (the best there is)")
         option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
                help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
         option("--compile", action="store_true", help="torch.compile the model")
-        option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
-        option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
         if "lr" not in values:
             option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
         for name, default in {"momentum": 0.9, **values}.items():
@@ -401,6 +406,13 @@ def normalize(pictures, model):
     """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
     channels = zip(pictures.unbind(1), model.mean, model.std)          # numbers: nothing is copied
     return torch.stack([(x / 255 - mean) / std for x, mean, std in channels], dim=1)
+
+
+def denormalize(images, model):
+    """normalize's inverse, as 0 ... 1."""
+    mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1)
+                 for v in (model.mean, model.std))
+    return (images.float() * std + mean).clamp(0, 1)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -705,21 +717,33 @@ def eval_noise(kind, ids, grid):
                       for i in ids.tolist()])
 
 
+def repaint(model, pictures, ids, kind="random", mask_ratio=None, leak_free=False):
+    """Pictures (b,C,H,W), uint8, in 0 ... 1; the same painted by the model; where it did, (b,1,H,W).
+    """
+    noise = eval_noise(kind, ids, model.encoder.grid).to(pictures.device)
+    painted, mask = model.reconstruct(normalize(pictures, model), noise, mask_ratio, leak_free)
+    return pictures / 255, denormalize(painted, model), model.encoder.pixels_of(mask)
+
+
+def save_picture(columns, path):
+    """Write columns [(rows,C,H,W)], 0 ... 1, as a picture; small ones enlarged to 128 pixels."""
+    zoom = max(1, 128 // max(columns[0].shape[2:]))
+    cells = torch.stack([F.interpolate(x, columns[0].shape[2:]) for x in columns], dim=1)
+    cells = cells.flatten(0, 1)
+    cells = cells.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
+
+
 @torch.no_grad()
-def evaluate_psnr(model, val, args, procs, picture=None):
+def evaluate_psnr(model, val, args, procs, picture=None, **how):
     """Mean PSNR over the pictures of val, in dB, pixels in 0 ... 1: of the hidden pixels, of the
     whole image (visible pixels copied) and, to compare, of hidden pixels that are filled with the
-    visible ones' mean colour. `picture` gets 8 rows: original, masked, reconstruction."""
+    visible ones' mean colour. `picture` gets 8 rows: original, masked, reconstruction; `how`:
+    kind, mask_ratio and leak_free of repaint."""
     model.eval()
-    encoder, count = model.encoder, 0
-    sums = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}
-    black_white = torch.tensor([[0] * 3, [255] * 3], device=procs.device).view(2, 3, 1, 1)
-    zero, one = normalize(black_white, model)
-    for ids, pictures, _ in val_batches(val, args, procs, encoder.img_size, args.eval_images):
-        noise = eval_noise("random", ids, encoder.grid).to(procs.device)
-        painted, mask = model.reconstruct(normalize(pictures, model), noise)
-        truth, painted = pictures / 255, ((painted - zero) / (one - zero)).clamp(0, 1)
-        hidden = encoder.pixels_of(mask)                               # (b, 1, H, W)
+    sums, count = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}, 0
+    for ids, pictures, _ in val_batches(val, args, procs, model.encoder.img_size, args.eval_images):
+        truth, painted, hidden = repaint(model, pictures, ids, **how)
         share = hidden.mean((1, 2, 3))                                 # (b,)
         colour = (truth * (1 - hidden)).sum((2, 3), True) / (1 - hidden).sum((2, 3), True)
         whole = (truth - painted).square().mean((1, 2, 3))             # (b,)
@@ -727,12 +751,60 @@ def evaluate_psnr(model, val, args, procs, picture=None):
         for name, error in zip(sums, (whole / share, whole, fill / share)):
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
         if picture and procs.rank == 0 and count == 0:
-            rows = torch.stack([truth, truth * (1 - hidden) + hidden / 2, painted], dim=1)[:8]
-            zoom = max(1, 128 // max(encoder.img_size))                # small pictures enlarged
-            rows = rows.flatten(0, 1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-            torchvision.utils.save_image(rows, picture, nrow=3, pad_value=1)
+            save_picture([x[:8] for x in (truth, shade(truth, hidden), painted)], picture)
         count += len(ids)
     return mean_over_processes(sums, count, procs)
+
+
+def shade(pictures, hidden):
+    """Pictures (b,C,H,W) in 0 ... 1 with what is hidden in grey."""
+    return pictures * (1 - hidden) + hidden / 2
+
+
+def as_table(rows):
+    """Rows, dicts with the same keys, as a text of aligned columns."""
+    rows = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row] for row in
+            ([*rows[0]], *(row.values() for row in rows))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
+@torch.no_grad()
+def compare(args):
+    """`--eval FILE ...`: PSNR of checkpoints at several mask ratios, on the same pictures under the
+    same masks, and what each method measures and draws of itself; returns the rows of the table."""
+    procs, rows, columns, notes = start_processes(args.device), [], [], []
+    for path in args.eval:
+        model, flags = load(path).to(procs.device), read(path)["flags"]
+        args.data = args.data or flags["data"]
+        train, val, _ = open_data(args.data, model.encoder.img_size, procs.device)
+        for ratio in args.mask_ratios:
+            how = dict(kind=args.mask, mask_ratio=ratio, leak_free=args.leak_free)
+            psnr = evaluate_psnr(model, val, args, procs, **how)
+            rows.append({"checkpoint": path, "method": flags["method"], "M parameters": sum(
+                p.numel() for p in model.parameters()) / 1e6, "mask_ratio": ratio, **psnr})
+        if getattr(model, "norm_pix_loss", False) and not args.leak_free:
+            notes.append(f"{path}: with norm_pix_loss, true mean and variance of hidden patches")
+        ids, pictures, _ = next(iter(val_batches(val, args, procs, model.encoder.img_size, 8)))
+        truth, painted, hidden = repaint(model, pictures, ids, args.mask)
+        columns += [*([] if columns else [truth, shade(truth, hidden)]), painted]
+        if procs.rank == 0 and hasattr(model, "figures"):
+            for name, cells in model.figures(normalize(pictures, model)).items():
+                file = Path(path).with_name(f"{name}.png")
+                save_picture(denormalize(cells, model).unbind(1), file)
+                notes.append(f"see     {file}")
+        if procs.rank == 0 and hasattr(model, "measures"):
+            alone = SimpleNamespace(rank=0, world=1, device=procs.device)
+            parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
+                part, args, alone, model.encoder.img_size, args.eval_images)])
+                for part in (train, val)]
+            notes.append(f"{path}:\n{as_table(model.measures(*parts))}")
+    if procs.rank == 0:
+        print(f"PSNR, dB, mean over {min(args.eval_images, len(val.labels))} of {args.data}")
+        print(as_table(rows), *notes, sep="\n")
+        save_picture(columns, picture := Path(args.eval[0]).with_name("eval.png"))
+        print(f"see     {picture}: original, masked, then a column a checkpoint")
+    return rows
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -823,16 +895,23 @@ def run(args, values):
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
     parser = Parser("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
+    option = parser.add_argument
+    option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
+    option("--mask", choices=("random", "grid", "block"), default="random")
     args = parser.parse_known_args(argv)[0]
+    if args.eval:
+        option("--mask_ratios", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9])
+        option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
+        parser.add_data_options()
+        return parser.run(compare, argv)
     cls, dim = METHODS[args.method], args.dim or SIZES[args.size or "micro"]["dim"]
     values = {**knobs(cls), **cls.recipe, **(cls.small if dim <= SIZES["tiny"]["dim"] else {})}
     parser.add_options(values, RECIPE + cls.__doc__, cls.__init__.__annotations__)
-    parser.add_argument("--mask", choices=("random", "grid", "block"), default="random")
-    parser.add_argument("--init", metavar="FILE", help="start from the encoder of a checkpoint")
+    option("--init", metavar="FILE", help="start from the encoder of a checkpoint")
     if hasattr(cls, "pairs"):
-        parser.add_argument("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
-        parser.add_argument("--same_class", type=float,
-                            help="share of the pairs that are of one class, the others are not")
+        option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
+        option("--same_class", type=float,
+               help="share of the pairs that are of one class, the others are not")
     return parser.run(partial(run, values=values), argv)
 
 

@@ -582,3 +582,63 @@ def test_norm_pix_loss_is_said_under_the_picture(pretrain, capsys):
     pretrain("--norm_pix_loss", "--overwrite")
     said = capsys.readouterr().out
     assert "was given its true mean and variance" in said and "leak_free=True" in said
+
+
+# ----------------------------------------------------------------------------------------- --eval
+
+def test_eval_of_several_checkpoints(pretrain, folder, capsys, refused):
+    """A row a checkpoint and mask ratio, the same numbers as after training, nothing else touched;
+    a picture with a column a checkpoint."""
+    runs = {"mae": pretrain("--no-norm_pix_loss"), "half": pretrain("--img_size", "8", name="half")}
+    before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
+    capsys.readouterr()
+    rows = train.main(["--eval", "runs/mae/last.pt", "runs/half/last.pt", "--mask_ratios", "0.5",
+                       "0.75", "--workers", "0"])
+    said = capsys.readouterr().out.splitlines()
+    assert "mean over 11 of" in said[0] and len({len(line) for line in said[1:6]}) == 1
+    assert [(row["checkpoint"][5:9], row["mask_ratio"]) for row in rows] == [
+        ("mae/", 0.5), ("mae/", 0.75), ("half", 0.5), ("half", 0.75)]
+    for name, row in (("mae", rows[1]), ("half", rows[3])):
+        for key in ("psnr_hidden", "psnr_image", "psnr_mean_colour"):
+            assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
+    assert all(Path(f"runs/{name}/last.pt").read_bytes() == b for name, b in before.items())
+    with train.Image.open("runs/mae/eval.png") as picture:
+        assert picture.size == (4 * 130 + 2, 8 * 130 + 2)
+    grid, = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--mask", "grid"])
+    assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
+    refused(train.main, ["--eval", "runs/mae/last.pt", "--mask_ratios", "1.5"], "mask_ratio 1.5")
+    refused(train.main, ["--eval", "gone.pt"], "no checkpoint gone.pt")
+    refused(train.main, ["--eval", "runs/mae/last.pt", "--epochs", "3"], "argument --epochs")
+
+
+def test_eval_of_normalised_patches(pretrain, capsys):
+    """Said where the true statistics are used; not used with --leak_free."""
+    pretrain("--norm_pix_loss")
+    words = ["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"]
+    flattered, = train.main(words)
+    assert "true mean and variance" in capsys.readouterr().out
+    honest, = train.main([*words, "--leak_free"])
+    assert "true mean and variance" not in capsys.readouterr().out
+    assert honest["psnr_hidden"] < flattered["psnr_hidden"]
+
+
+def test_eval_by_two_processes(pretrain, folder, tmp_path):
+    """11 pictures, none twice and none lost."""
+    pretrain()
+    one = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"])[0]
+    said = shell("train.py", "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", processes=2,
+                 cwd=tmp_path).stdout.splitlines()
+    values = [float(x) for x in said[2].split()[-3:]]
+    assert values == pytest.approx([one[k] for k in list(one)[-3:]], abs=0.006)
+
+
+def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
+    """i-MAE: separability's table and the picture of mixtures."""
+    pretrain()
+    pretrain("--method", "imae", "--teacher", "runs/mae/last.pt", name="imae")
+    capsys.readouterr()
+    train.main(["--eval", "runs/imae/last.pt", "--mask_ratios", "0.75"])
+    said = capsys.readouterr().out
+    assert "branch subordinate" in said and said.count("\n0.") == 6
+    with train.Image.open("runs/imae/unmix.png") as picture:
+        assert picture.size == (6 * 130 + 2, 6 * 130 + 2)
