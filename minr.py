@@ -11,21 +11,21 @@ resolution. With GINR one layer is the image's own and the others are shared by 
 
     B images, L patches, K visible, D width, G weight tokens, N pixels that are painted
     layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
-    images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights [(B,a_i,b_i) or (a_i,b_i), (b_i,)]
+    images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
     coordinates (N,2) and weights -> colours (B,N,C)
 
 Where paper and released code differ, and what is done here:
-  1. Sec. 3.2 masks and encodes a 14 x 14 grid of patches. The release masks those 13-pixel patches
-     but reads tokens of 9 pixels. As in the paper: tokens are the patches that are masked.
+  1. The paper masks and encodes a 14 x 14 grid of patches. The release masks those 13-pixel
+     patches but reads tokens of 9 pixels. As in the paper: tokens are the patches that are masked.
   2. The release flips a coin a patch; here exactly mask_ratio of them are hidden.
-  3. "TransINR predicts all weights": in the release the predicted columns, repeated, multiply
-     shared ones. As released.
+  3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
+     multiply shared ones. As released.
   4. In the release a GINR layer holds shared weights that nothing uses; here it has none.
   5. Each column of weights has norm 1, in shared layers too, and 0.5 is added to the colours
      (`out_bias`): from the release, the paper does not say.
   6. The release's ViT has learnt positions and dropout; here it is vit.ViT, fixed positions, no
      final norm (as released), and its class token.
-  7. Neither says groups, ff_dim or ff_sigma in the text at hand: TransINR's 64, 128 and 1024.
+  7. The paper does not say groups, ff_dim and ff_sigma: 64, 128 and 1024, TransINR's own.
 """
 
 import math
@@ -60,10 +60,10 @@ class MINR(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
         mask_ratio: share of the patches that is hidden
         hypernetwork: ginr, one layer of the image's own, or transinr, all modulated
-        modulated_layers: that are the image's own, as in 0,1 (ginr: 1, transinr: all)
+        modulated_layers: that are the image's own, from 0, as in 0,1 (ginr: 1, transinr: all)
         mlp_depth: layers of the MLP
         hidden_dim: width of the MLP
-        groups: weight tokens a layer; ginr: its rank, transinr: they repeat along the outputs
+        groups: weight tokens a layer, at most its outputs; ginr: its rank, transinr: they repeat
         ff_dim: cosines of the Fourier features, and as many sines
         ff_sigma: highest frequency of the Fourier features, in periods an image
         out_bias: added to the colours
@@ -101,7 +101,7 @@ class MINR(nn.Module):
         if modulated_layers is None:
             modulated_layers = (1,) if hypernetwork == "ginr" else range(mlp_depth)
         modulated = sorted({*modulated_layers})
-        if not modulated or not {*modulated} <= {*range(mlp_depth)}:
+        if not modulated or not all(isinstance(i, int) and 0 <= i < mlp_depth for i in modulated):
             raise ValueError(f"modulated_layers {modulated_layers} are not layers from 0 to "
                              f"{mlp_depth - 1}")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
@@ -114,7 +114,7 @@ class MINR(nn.Module):
         widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
         self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # scales do not matter
+        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # painting is blind to scale
             g = self.groups.get(i)
             if g and hypernetwork == "transinr" and b % g:
                 raise ValueError(f"groups {groups} do not divide the {b} outputs of layer {i}")
@@ -136,7 +136,7 @@ class MINR(nn.Module):
             zeroed = images.masked_fill(self.encoder.pixels_of(mask).bool(), 0)
             tokens = self.encoder.embed(zeroed)                        # (B, L, D)
         x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
-        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D)
+        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D); or K
         for block in self.encoder.blocks:
             x = block(x)
         return x[:, -len(self.weight_tokens):]                         # (B, G, D)
@@ -157,17 +157,17 @@ class MINR(nn.Module):
 
     def inr(self, coords, layers):
         """The MLP: coordinates (N,2), the same for all images, or (B,N,2), and the layers of
-        modulate -> colours (B,N,C)."""
+        modulate -> colours (B,N,C). Of (N,2) what precedes the first own layer is run only once."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
-        for i, (W, bias) in enumerate(layers):                         # shared layers before the
-            x = F.relu(x) if i else x.to(W.dtype)                      # first own one run once for
-            x = x @ W + bias                                           # all images: (N, b), then
-        return x + self.out_bias                                       # (B, N, b)
+        for i, (W, bias) in enumerate(layers):
+            x = F.relu(x) if i else x.to(W.dtype)
+            x = x @ W + bias                                           # (N, b_i), then (B, N, b_i)
+        return x + self.out_bias                                       # (B, N, C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W) in 0 ... 1 and noise (B,L; None: random) -> the loss, a float32 scalar,
         and {"loss"}, detached: the mean squared error of all pixels or of the hidden ones. In
-        training, coord_jitter and pixel_fraction draw from torch's own generator."""
+        training, coord_jitter and pixel_fraction draw from torch's generator, for all images."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
         layers = self.modulate(self.hyper(images, ids_keep, mask))
         size = self.encoder.img_size
@@ -186,32 +186,29 @@ class MINR(nn.Module):
                 (error * hidden).sum() / hidden.sum().clamp(min=1))
         return loss, {"loss": loss.detach()}
 
-    def paint(self, images, size, ids_keep, mask):
-        """All pixels (B,C,H',W') of the size (H',W'), a few thousand at a time."""
+    def paint(self, images, size, noise, mask_ratio):
+        """All pixels (B,C,H',W') of the size (H',W'), a few thousand at a time, and the mask."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         layers = self.modulate(self.hyper(images, ids_keep, mask))
-        colours = [self.inr(coords, layers).float().expand(len(images), -1, -1)
+        colours = [self.inr(coords, layers).float()                    # (B, 4096, C)
                    for coords in grid_coords(size, images.device).split(4096)]
-        return torch.cat(colours, dim=1).transpose(1, 2).unflatten(2, size)  # (B, C, H', W')
+        return torch.cat(colours, dim=1).transpose(1, 2).unflatten(2, size), mask
 
     def predict(self, images, noise):
         """All patches (B,L,p*p*C) in raster order, as painted."""
-        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
-        return patchify(self.paint(images, self.encoder.img_size, ids_keep, mask),
-                        self.encoder.patch_size)
+        painted, _ = self.paint(images, self.encoder.img_size, noise, None)
+        return patchify(painted, self.encoder.patch_size)
 
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
         """What is seen of images (B,C,H,W), painted at any size, an int or (H',W'): (B,C,H',W')."""
-        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        return self.paint(images, pair(size), ids_keep, mask)
+        return self.paint(images, pair(size), noise, mask_ratio)[0]
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W) with their hidden patches painted, and the mask (B,L). `mask_ratio`
         replaces the model's in this call; nothing is normalised, so leak_free changes nothing.
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
-        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        painted = self.paint(images, self.encoder.img_size, ids_keep, mask)
+        painted, mask = self.paint(images, self.encoder.img_size, noise, mask_ratio)
         return torch.where(self.encoder.pixels_of(mask).bool(), painted, images), mask

@@ -47,9 +47,9 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_lr=0, crop=0.01,
              weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
              mixup=0, cutmix=0, randaug=0)
-SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay",  # from 0 to 1
-          "same_class")
-PAIR_FLAGS = ("teacher", "same_class")                     # of methods that learn from pairs
+SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay", "same_class",
+          "mix")                                           # from 0 to 1
+PAIR_FLAGS = ("teacher", "same_class", "mix")              # of methods that learn from pairs
 WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 RECIPE = """
     optimizer: adamw, adam or sgd
@@ -311,7 +311,7 @@ def seed_of(*numbers):
 def draw_partners(order, labels, same_class, generator):
     """A partner for each picture of `order` (n,), of the N in labels: any other one, or, given
     same_class in 0 ... 1, for the k-th one of its own class iff floor((k+1) same_class) > floor(k
-    same_class), else one of another. ValueError where there is none."""
+    same_class), else one of another."""
     N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
     if same_class is None:
         return (order + 1 + (u * (N - 1)).long()) % N
@@ -319,10 +319,7 @@ def draw_partners(order, labels, same_class, generator):
     label = labels.unique(return_inverse=True)[1][order]   # 0, 1, ... also where one is missing
     start, size, place = (sizes.cumsum(0) - sizes)[label], sizes[label], by_class.argsort()[order]
     k = torch.arange(len(order), dtype=torch.float64)
-    same = ((k + 1) * same_class).floor() > (k * same_class).floor()
-    if (size[same] < 2).any() or (size[~same] == N).any():
-        raise ValueError(f"--same_class {same_class}: some pictures have no partner, a class has "
-                         f"{sizes.min()} of the {N}")
+    same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()
     mate = start + (place - start + 1 + (u * (size - 1)).long()) % size     # next in the class
     other = (start + size + (u * (N - size)).long()) % N                   # after it, in a circle
     return by_class[torch.where(same, mate, other)]
@@ -501,7 +498,8 @@ def read_sizes(path, heads=None):
             raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
         heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)
         if not heads:
-            raise ValueError(f"{path} does not say its number of heads: give --heads")
+            raise ValueError(f"{path} does not say its number of heads and no size is {dim} wide: "
+                             f"finetune.py takes --heads")
         depth = len({k.split(".")[2] for k in state if k.startswith("encoder.blocks.")})
         config = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
                       in_chans=in_chans, dim=dim, depth=depth, heads=heads)
@@ -517,7 +515,8 @@ def read_teacher(path, config):
     state = content["model"] if "method" in content else from_released(content)
     if content.get("method", "mae") != "mae" or "map_weights" in state or not state.keys() >= {
             "decoder_embed.weight", "encoder.norm.weight"}:
-        raise ValueError(f"--teacher {path} is not an MAE with its decoder embedding")
+        raise ValueError(f"--teacher {path} is not an MAE with its decoder embedding, or is one "
+                         f"with inter-block attention")
     for name, value in {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}.items():
         if name in ("img_size", "patch_size", "decoder_dim") and value != config[name]:
             raise ValueError(f"--teacher {path} has {name} {value}, this model {config[name]}")
@@ -718,8 +717,7 @@ def eval_noise(kind, ids, grid):
 
 
 def repaint(model, pictures, ids, kind="random", mask_ratio=None, leak_free=False):
-    """Pictures (b,C,H,W), uint8, in 0 ... 1; the same painted by the model; where it did, (b,1,H,W).
-    """
+    """Pictures (b,C,H,W), uint8, in 0 ... 1, painted by the model, and where they were hidden."""
     noise = eval_noise(kind, ids, model.encoder.grid).to(pictures.device)
     painted, mask = model.reconstruct(normalize(pictures, model), noise, mask_ratio, leak_free)
     return pictures / 255, denormalize(painted, model), model.encoder.pixels_of(mask)
@@ -781,11 +779,12 @@ def compare(args):
         for ratio in args.mask_ratios:
             how = dict(kind=args.mask, mask_ratio=ratio, leak_free=args.leak_free)
             psnr = evaluate_psnr(model, val, args, procs, **how)
-            rows.append({"checkpoint": path, "method": flags["method"], "M parameters": sum(
-                p.numel() for p in model.parameters()) / 1e6, "mask_ratio": ratio, **psnr})
+            rows.append({"checkpoint": path, "method": flags["method"],
+                         "M parameters": millions(model), "mask_ratio": ratio, **psnr})
         if getattr(model, "norm_pix_loss", False) and not args.leak_free:
             notes.append(f"{path}: with norm_pix_loss, true mean and variance of hidden patches")
-        ids, pictures, _ = next(iter(val_batches(val, args, procs, model.encoder.img_size, 8)))
+        alone = SimpleNamespace(rank=0, world=1, device=procs.device)
+        ids, pictures, _ = next(iter(val_batches(val, args, alone, model.encoder.img_size, 8)))
         truth, painted, hidden = repaint(model, pictures, ids, args.mask)
         columns += [*([] if columns else [truth, shade(truth, hidden)]), painted]
         if procs.rank == 0 and hasattr(model, "figures"):
@@ -794,7 +793,6 @@ def compare(args):
                 save_picture(denormalize(cells, model).unbind(1), file)
                 notes.append(f"see     {file}")
         if procs.rank == 0 and hasattr(model, "measures"):
-            alone = SimpleNamespace(rank=0, world=1, device=procs.device)
             parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
                 part, args, alone, model.encoder.img_size, args.eval_images)])
                 for part in (train, val)]
@@ -819,18 +817,23 @@ def vit_config(args, img_size):
     return dict(img_size=img_size, patch_size=patch_size, in_chans=3, **parts)
 
 
+def millions(model):
+    """Millions of parameters, those of a frozen teacher aside."""
+    return sum(p.numel() for name, p in model.named_parameters()
+               if not name.startswith("teacher.")) / 1e6
+
+
 def describe(args, procs, train, val, model, *lines):
     """Print what is about to run, and `lines`."""
     if procs.rank > 0:
         return
     encoder, n = model.encoder, len(train.labels)
-    millions, whole = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (encoder, model))
     where = "on the device" if torch.is_tensor(train.pictures) else f"{args.workers} workers"
     where += "" if train.classes else "; no train/ folder, so val is held out by name"
     print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}")
-    print(f"model   {type(model).__name__}: {millions:.2f} M parameters in the encoder "
+    print(f"model   {type(model).__name__}: {millions(encoder):.2f} M parameters in the encoder "
           f"({encoder.dim} wide, {len(encoder.blocks)} blocks, {encoder.blocks[0].attn.heads} "
-          f"heads), {whole - millions:.2f} M in the rest")
+          f"heads), {millions(model) - millions(encoder):.2f} M in the rest")
     print(f"image   {encoder.img_size} pixels: {encoder.grid} patches of {encoder.patch_size}")
     if args.epochs > 0:
         print(f"batch   {args.batch_size}: {procs.world} processes x {args.accum} pieces x "
@@ -850,6 +853,12 @@ def run(args, values):
     torch.manual_seed(args.seed)
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
     pairs, notes, weights = hasattr(cls, "pairs"), [], {}
+    if pairs and args.same_class is not None:
+        smallest = min(train.labels.unique(return_counts=True)[1].tolist())
+        if not train.classes or args.same_class > 0 and smallest < 2 or (
+                args.same_class < 1 and smallest == len(train.labels)):
+            raise ValueError(f"--same_class {args.same_class} needs class folders, classes of two "
+                             f"and more pictures for a share above 0, two classes below 1")
     if pairs and args.teacher:
         config["teacher"], weights = read_teacher(args.teacher, config)
     elif pairs:
@@ -865,16 +874,16 @@ def run(args, values):
     folder, stream = Path(args.runs, args.name), not torch.is_tensor(train.pictures)
 
     def prepare(rows, pictures, labels, generator):
+        torch.manual_seed(generator.initial_seed())        # for what the model draws by itself
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, procs.device, generator)
-        parts = pictures.chunk(1 + pairs)                  # partners, cropped by themselves
+        parts = pictures.chunk(1 + pairs)                  # images and partners
         if not stream:
             parts = [crop_batch(part, rows, img_size, args, generator) for part in parts]
         images, *partners = (normalize(part, model) for part in parts)
         if not pairs:
             return images, noise[rows]
-        with torch.random.fork_rng([]):                    # one weight a step, for all processes
-            torch.manual_seed(generator.initial_seed())
-            mix = torch.distributions.Beta(model.beta, model.beta).sample()
+        mix = torch.distributions.Beta(model.beta, model.beta).sample()
+        mix = mix if args.mix is None else torch.tensor(args.mix)      # of all images of a step
         return images, noise[rows], *partners, mix.to(procs.device)
 
     row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay),
@@ -911,7 +920,8 @@ def main(argv=None):
     if hasattr(cls, "pairs"):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
         option("--same_class", type=float,
-               help="share of the pairs that are of one class, the others are not")
+               help="share of the pairs that are of one class, the others are not (any pairs)")
+        option("--mix", type=float, help="weight of the first image (drawn from Beta(b, b))")
     return parser.run(partial(run, values=values), argv)
 
 

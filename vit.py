@@ -233,10 +233,17 @@ class ViT(nn.Module):
         self.apply(init_weights)
         nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
+    def check(self, images):
+        """The number of images, or ValueError if they are not of this model's channels and size."""
+        if images.shape[1:] != (self.in_chans, *self.img_size):
+            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
+                             f"{(self.in_chans, *self.img_size)}")
+        return len(images)
+
     def mask(self, images, noise, mask_ratio, exact=False):
         """masking() of noise (B,L; None: random). ValueError if it does not fit the images or,
         `exact`, if it is a 0/1 mask that shows another number of patches than mask_ratio does."""
-        B, L = len(images), self.num_patches
+        B, L = self.check(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
@@ -272,9 +279,7 @@ class ViT(nn.Module):
 
     def embed(self, images, ids_keep=None):
         """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""
-        if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
-                             f"{(self.in_chans, *self.img_size)}")
+        self.check(images)
         patches, pos = patchify(images, self.patch_size), self.pos_embed[:, 1:]
         if ids_keep is not None:
             patches, pos = take(patches, ids_keep), pos[0][ids_keep]   # (B, K, p*q*C), (B, K, D)

@@ -62,8 +62,9 @@ def gradients(model, loss, fixture, released=lambda name: name):
     grads = {released(name.removeprefix("encoder.")): p.grad
              for name, p in model.named_parameters() if p.requires_grad}
     state = fixture["state_dict"]
+    names = fixture.get("grad_names") or [k for k in state if k in grads or "pos_embed" not in k]
     return {name: grads[name] if name in grads else torch.zeros_like(state[name])
-            for name in (fixture.get("grad_names") or grads)}
+            for name in names}
 
 
 def replay_mae(fixture):
@@ -126,6 +127,8 @@ def replay_hypermae(fixture):
 def replay_minr(fixture):
     """From the weight tokens on: a fixture has no images."""
     config, state = fixture["config"], fixture["state_dict"]
+    for name, value in dict(use_bias=True, normalize_weight=True, activation="relu").items():
+        assert config.get(name, value) == value, f"{name} {config[name]} is not MINR's"
     model = MINR(
         8, 4, config["output_dim"], config["token_dim"], 1, 1, hypernetwork=config["variant"],
         modulated_layers=config["modulated_layer_idxs"], mlp_depth=config["n_layer"],
@@ -165,18 +168,16 @@ def replay_imae(fixture):
     """The fixture brings the teacher's latents in place of a teacher."""
     config, a = fixture["config"], fixture["config"]["lam"]
     model = IMAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"])
-    names = {"decoder_embed.0": "decoder_embed1", "decoder_embed.1": "decoder_embed2"}
-
     def released(name):
         first, dot, last = name.rpartition(".")
-        return names.get(first, first) + dot + last
+        return {"decoder_embed.0": "decoder_embed1",
+                "decoder_embed.1": "decoder_embed2"}.get(first, first) + dot + last
     prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
                             for name in model.state_dict()})
     model.norm_pix_loss = False                            # the release accepts and ignores it
     model.distill_weight = float(config["distill"])
-    order = ("x1", "x2") if a <= 0.5 else ("x2", "x1")
-    latents = [fixture[f"teacher_latent_{name}"] for name in order]
-    model.teach = lambda images, ids_keep: torch.cat(latents)
+    names = [f"teacher_latent_{x}" for x in (("x1", "x2") if a <= 0.5 else ("x2", "x1"))]
+    model.teach = lambda images, ids_keep: torch.cat([fixture[name] for name in names])
     x1, x2, noise = fixture["x1"], fixture["x2"], fixture["noise"]
     loss, _ = model(x1, noise, x2, a)
     with torch.no_grad():

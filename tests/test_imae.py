@@ -1,15 +1,16 @@
 """What i-MAE is about: which branch paints which image, the teacher, and linear separability."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
 import train
-from imae import IMAE, MIXES, ridge_r2, separability
+from imae import IMAE, MIXES, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
-from tests.conftest import ROOT, TINY, same, shell
+from tests.conftest import ROOT, TINY, same, shell, write_pictures
 from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, build, images_and_noise
 
@@ -119,10 +120,20 @@ def test_unmix_and_reconstruct():
     assert len(build("imae", branches=1).unmix(x1, x2, 0.3, noise)[0]) == 1
 
 
+def test_leak_free_pictures_know_only_the_mixture():
+    """Two pairs with the same mixture are painted alike, whatever they are made of."""
+    model, (x1, x2, noise) = build("imae", norm_pix_loss=True), pair_and_noise()
+    other = x1 + 0.5, x2 - 0.5
+    a, b = (model.unmix(*pair, 0.5, noise, leak_free=True)[0] for pair in ((x1, x2), other))
+    assert all(torch.allclose(p, q, atol=1e-4) for p, q in zip(a, b))
+    a, b = (model.unmix(*pair, 0.5, noise)[0] for pair in ((x1, x2), other))
+    assert not any(torch.allclose(p, q, atol=0.1) for p, q in zip(a, b))
+
+
 def test_ridge_r2():
     g = torch.Generator().manual_seed(0)
-    x, A, noise = (torch.randn(*shape, generator=g) for shape in ((600, 5), (5, 3), (600, 3)))
-    linear, other = x @ A + 3, noise
+    x, A, noise = (torch.randn(*s, generator=g) for s in ((600, 2, 5), (5, 3), (600, 2, 3)))
+    linear, other = x @ A + 3, noise + torch.tensor([[[5.0], [-5.0]]])  # a token's mean is no merit
     fit, val = slice(0, 500), slice(500, 600)
     assert ridge_r2(x[fit], linear[fit], x[val], linear[val]) > 0.999
     assert abs(ridge_r2(x[fit], other[fit], x[val], other[val])) < 0.1
@@ -131,45 +142,55 @@ def test_ridge_r2():
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_separability(branches):
-    """A row a weight; PSNR by hand; a branch that has the teacher's latent scores near 1."""
+def test_measures(branches):
+    """A row a weight, R^2 for each branch where there is a teacher."""
     images = images_and_noise(12)[0]
     model = build("imae", branches=branches, teacher=TEACHER)
-    rows = separability(model, images[:8], images[8:])
+    rows = model.measures(images[:8], images[8:])
     names = ("subordinate", "dominant")[:branches]
-    assert [*rows] == [*MIXES] and all(
-        [*row] == ["psnr", *(f"{s} {n}" for s in ("branch", "mixed") for n in names)]
-        for row in rows.values())
-    plain = separability(build("imae", branches=branches), images[:8], images[8:])
-    assert [*plain[0.1]] == ["psnr"]
+    assert [row["mix"] for row in rows] == [*MIXES] and all([*row] == [
+        "mix", "psnr", *(f"{s} {n}" for s in ("branch", "mixed") for n in names)] for row in rows)
+    plain = build("imae", branches=branches).measures(images[:8], images[8:])
+    assert [*plain[0]] == ["mix", "psnr"]
 
 
-def test_separability_finds_what_is_there():
-    """If the branches get the unmixed latents, their R^2 is near 1, and the PSNR is by hand."""
-    images = torch.randn(60, 3, 16, 24)
+def test_measures_find_what_is_there():
+    """Branches that are linear in the teacher's latents score 1, noise scores 0; PSNR by hand."""
+    g = torch.Generator().manual_seed(4)
+    images = torch.randn(300, 3, 16, 24, generator=g)
     model = build("imae", teacher=TEACHER)
-    teach, encode, asked = model.teach, model.encode, []
-
-    def oracle(mixture, ids_keep):
-        sub, dom = asked[-1]
-        return [teach(sub, ids_keep) * 2 + 1, teach(dom, ids_keep) - 3]
+    teach, asked = model.teach, []
     mixture = model.mixture
 
     def remember(images, partners, mix):
-        asked.append((images, partners))
+        asked[:] = images, partners
         return mixture(images, partners, mix)
-    model.mixture, model.encode = remember, oracle
-    row = separability(model, images[:40], images[40:])[0.2]
+
+    class Oracle(torch.nn.Module):
+        def __init__(self, which):
+            super().__init__()
+            self.which = which
+
+        def forward(self, mixed):
+            ids_keep = model.encoder.mask(asked[0], model.one_mask(asked[0]), 0.75)[0]
+            return 2 * teach(asked[self.which], ids_keep) + 1
+    own = model.decoder_embed
+    model.mixture, model.decoder_embed = remember, torch.nn.ModuleList([Oracle(0), Oracle(1)])
+    row = model.measures(images[:200], images[200:])[2]
     assert row["branch subordinate"] > 0.99 and row["branch dominant"] > 0.99
-    assert row["mixed subordinate"] < 0.9
-    model.mixture, model.encode = mixture, encode
-    val, g = images[40:], torch.Generator().manual_seed(0)
-    noise = torch.rand(20, 4, 6, generator=g).flatten(1)
-    painted, mask = model.unmix(val, val.roll(1, 0), 0.2, noise)
+    assert row["mixed subordinate"] < row["mixed dominant"] < 0.95
+    model.mixture, model.decoder_embed = mixture, own
+    noise = torch.randn(300, 7, 16, generator=g)
+    w = teach(images, model.encoder.mask(images, model.one_mask(images), 0.75)[0])
+    assert abs(ridge_r2(noise[:200], w[:200], noise[200:], w[200:])) < 0.1
+
+    val = images[200:]
+    painted, mask = model.unmix(val, val.roll(1, 0), 0.2, model.one_mask(val))
     hidden = model.encoder.pixels_of(mask).expand_as(val).bool()
-    error = ((painted[0] - val) * torch.tensor(model.std).view(3, 1, 1)).square()
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (model.mean, model.std))
+    error = ((painted[0] * std + mean).clamp(0, 1) - (val * std + mean)).square()
     wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
-    assert abs(separability(model, images[:40], val)[0.2]["psnr"] - wanted) < 1e-3
+    assert abs(model.measures(val[:2], val)[2]["psnr"] - wanted) < 1e-3
 
 
 def test_figure():
@@ -202,8 +223,12 @@ def test_replay_takes_other_fixtures(config):
     ours = replay({**fixture, "config": {**fixture["config"], **config}})
     assert len(ours["pred"]) == 2 and ours["pred"][0].shape == (2, 16, 192)
     if "distill" in config:
+        del fixture["teacher_latent_x1"], fixture["teacher_latent_x2"]
+        ours = replay({**fixture, "config": {**fixture["config"], **config}})
         assert torch.allclose(ours["loss"], fixture["loss_without_distill"], atol=2e-6)
     assert torch.equal(ours["loss"], base["loss"]) == ("norm_pix_loss" in config)
+    if "distill" in config:
+        return
     swapped = replay({**fixture, "config": {**fixture["config"], "lam": 0.7}, "x1": fixture["x2"],
                       "x2": fixture["x1"], "teacher_latent_x1": fixture["teacher_latent_x2"],
                       "teacher_latent_x2": fixture["teacher_latent_x1"]})
@@ -211,7 +236,7 @@ def test_replay_takes_other_fixtures(config):
 
 
 def test_defaults_are_the_papers():
-    assert IMAE.pairs and IMAE.recipe["crop"] == 1.0 and not IMAE.recipe["flip"]
+    assert IMAE.pairs and IMAE.recipe["blr"] == 1e-3 and IMAE.small["crop"] == 1.0
     model = IMAE(32, 2, dim=8, depth=1, heads=1)           # CIFAR, patches of 2
     assert model.encoder.num_patches == 256 and not model.norm_pix_loss and model.beta == 1.0
 
@@ -224,7 +249,7 @@ def labels_of(*sizes):
     return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))]
 
 
-@pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0, 0.3])
+@pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0, 0.3, 0.7])
 def test_share_of_one_class_is_exact(r):
     """The k-th pair is of one class iff floor((k+1) r) > floor(k r): in every stretch of the order,
     and every possible partner comes up."""
@@ -234,7 +259,9 @@ def test_share_of_one_class_is_exact(r):
         order = torch.randperm(10, generator=g)
         partners = train.draw_partners(order, labels, r, g)
         same = labels[order] == labels[partners]
-        assert same.tolist() == [math.floor((k + 1) * r) > math.floor(k * r) for k in range(10)]
+        share = Fraction(str(r))
+        assert same.tolist() == [math.floor((k + 1) * share) > math.floor(k * share)
+                                 for k in range(10)]
         assert (order != partners).all()
         for a, b in zip(order.tolist(), partners.tolist()):
             seen.setdefault(a, set()).add(b)
@@ -252,12 +279,19 @@ def test_random_partners_are_any_other_picture():
     assert (count.diag() == 0).all() and (count[count > 0] - 1000).abs().max() < 120
 
 
-@pytest.mark.parametrize("r, sizes", [(0.5, (3, 1)), (0.5, (4,)), (0.0, (4,)), (1.0, (3, 1))])
-def test_no_partner_is_an_error(r, sizes):
-    order = torch.arange(sum(sizes)).repeat(2)             # each in the role of both kinds
-    order = torch.cat([order, order.roll(1)])
-    with pytest.raises(ValueError, match="same_class"):
-        train.draw_partners(order, labels_of(*sizes), r, torch.Generator())
+def test_no_partner_is_an_error_at_the_start(tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(tmp_path / "few/train", "ab", 9)
+    write_pictures(tmp_path / "few/val", "ab", 2)
+    write_pictures(tmp_path / "one/train", "a", 9)
+    write_pictures(tmp_path / "one/val", "a", 2)
+    write_pictures(tmp_path / "flat", "ab", 9)
+    for i in range(1, 9):
+        (tmp_path / f"few/train/b/{i}.png").unlink()
+    for data, r in (("few", "0.1"), ("one", "0.5"), ("flat", "0.5"), ("flat", "1")):
+        refused(train.main, ["--method", "imae", "--data", data, *TINY, "--same_class", r],
+                f"--same_class {float(r)} needs")
+    assert not (tmp_path / "runs").exists()
 
 
 def pairs_seen(monkeypatch, pretrain, *words):
@@ -286,6 +320,8 @@ def test_pairs_of_a_run(size, pretrain, monkeypatch):
     assert same.view(2, -1).sum(1).tolist() == [10, 10]    # of 40 pictures, each epoch
     mixes = torch.stack([mix for *_, mix in seen])
     assert len(mixes.unique()) == 10 and ((mixes > 0) & (mixes < 1)).all()
+    fixed, _ = pairs_seen(monkeypatch, pretrain, *words, "--overwrite", "--mix", "0.3")
+    assert {mix.item() for *_, mix in fixed} == {torch.tensor(0.3).item()}
     again, _ = pairs_seen(monkeypatch, pretrain, *words, "--overwrite")
     assert all(torch.equal(a, b) for x, y in zip(seen, again) for a, b in zip(x, y))
 

@@ -516,7 +516,7 @@ class Grey(torch.nn.Module):
         super().__init__()
         self.encoder = MAE(8, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2).encoder
 
-    def reconstruct(self, images, noise):
+    def reconstruct(self, images, noise, mask_ratio=None, leak_free=False):
         mask = masking(noise, 0.75)[2]
         hidden = mask.view(-1, 1, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
         grey = (torch.full((3, 1, 1), 0.5) - torch.tensor(self.mean).view(3, 1, 1)) / \
