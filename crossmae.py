@@ -16,16 +16,23 @@ all encoder blocks.
 
 Where paper and released code differ, and what is done here:
   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). The release does, then its general
-     initialisation replaces them by xavier's. As in the paper; n counts the maps, input included.
-  2. Sec. 3.3 predicts a share of the patches. The release skips L (mask ratio - prediction ratio)
-     of them, truncated, and predicts the rest: 10 of 64, not 9, at 0.75 and 0.15. As released.
-  3. The release predicts the end of the noise's order. Here the noise's fraction decides, which is
-     the same for random noise and as uniform where its whole part makes a pattern (grid, block).
-  4. The caption of Figure 4 calls the encoder's tokens "keys and queries": keys and values.
+     initialisation replaces them by xavier's. As in the paper, but n is not the encoder's depth
+     (Sec. 3.4): it counts the maps (Appendix A.3), 13 for ViT-B with the input.
+  2. Sec. 3.3 predicts a share of the patches. The release skips int(L (mask ratio - prediction
+     ratio)) hidden patches and predicts the other hidden ones: 10 of 64, not 9, at 0.75 and 0.15.
+     As released.
+  3. The release predicts the end of the noise's order. Here the fraction of the noise decides,
+     which is the same for random noise, and uniform too where whole numbers make a pattern (grid
+     and block masks; Table 15 is train.py's `--mask grid`).
+  4. The caption of Figure 4 and Sec. 4.4 exchange the roles: mask tokens are the queries, encoder
+     tokens keys and values.
   5. For one map (Table 3d) the release forgets to build the norm that it calls: here it is the
-     encoder's final one. There is none otherwise, each mix has its own.
-  6. The prediction ratio is 0.75 by default, as in Table 1; 0.25 is the cheap one of Table 4.
-  7. Norming each map before mixing too (Appendix A.3: no better, more memory) is not built.
+     encoder's final one. There is none otherwise, each mix has its own, which makes the weight of a
+     mix of one map idle.
+  6. The prediction ratio is 0.75 as in Sec. 4.2; Appendix C calls 0.25 the default.
+  7. Softmax weights (Table 8) are over the maps, for each decoder block; projections (Table 9)
+     one a map, for all decoder blocks. Norms before mixing too (A.3: no better) are not built.
+  8. Table 3d does not name its 3 and 6 maps: 3,7,11 and 1,3,5,7,9,11 would be evenly spaced.
 """
 
 import torch
@@ -37,11 +44,11 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights,
 
 
 class CrossAttention(nn.Module):
-    """Queries x (B,M,E) read y (B,N,D), of which keys and values are projected here: (B,M,E)."""
+    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values -> (B,M,E)."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"width {dim} is not a multiple of {heads} heads")
         self.heads = heads
         self.q = nn.Linear(dim, dim)
@@ -51,8 +58,8 @@ class CrossAttention(nn.Module):
     def forward(self, x, y):
         (B, M, E), N = x.shape, y.shape[1]
         q = self.q(x).view(B, M, self.heads, -1).transpose(1, 2)       # (B, heads, M, E/heads)
-        k, v = self.kv(y).view(B, N, 2, self.heads, -1).unbind(2)      # (B, N, heads, E/heads)
-        x = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))
+        k, v = self.kv(y).view(B, N, 2, self.heads, -1).unbind(2)      # (B, 1+K, heads, E/heads)
+        x = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # as q
         return self.proj(x.transpose(1, 2).reshape(B, M, E))           # (B, M, E)
 
 
@@ -80,17 +87,17 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
-    the paper's, ViT-B/16; its ViT-S has decoder_dim 256 and decoder_heads 8.
+    the paper's, ViT-B/16; for ViT-S the release has decoder_dim 256 and decoder_heads 8.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: share of the patches that is hidden (Table 3b)
-        prediction_ratio: share of the patches that is predicted, at most mask_ratio (Table 3c)
+        prediction_ratio: share of all patches that is predicted, at most mask_ratio (Table 3c)
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder
         decoder_depth: blocks of the decoder (Table 3e)
         decoder_heads: attention heads of the decoder
-        feature_maps: that are mixed: all, last or encoder blocks as in 0,5,11 (Table 3d)
+        feature_maps: that are mixed: all, last or encoder blocks from 0, as in 3,7,11 (Table 3d)
         include_input: mix the first block's input too (on, unless feature_maps is last)
         self_attention: among the predicted patches, before cross-attention (Table 3a)
         softmax_weights: mixing weights that are positive and add up to 1 (Table 8)
@@ -115,13 +122,14 @@ class CrossMAE(nn.Module):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=not mixes)
         self.mask_ratio, self.prediction_ratio = mask_ratio, prediction_ratio
         self.norm_pix_loss, self.softmax_weights = norm_pix_loss, softmax_weights
-        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
-        if not 0 < prediction_ratio <= mask_ratio:
+        L, K = self.encoder.num_patches, visible_count(self.encoder.num_patches, mask_ratio)
+        self.skipped = int(L * (mask_ratio - prediction_ratio))
+        if not (0 < prediction_ratio <= mask_ratio and K + self.skipped < L):
             raise ValueError(f"prediction_ratio {prediction_ratio} is not above 0 and at most "
-                             f"mask_ratio {mask_ratio}")
+                             f"mask_ratio {mask_ratio}: give both")
         if decoder_depth < 1:
             raise ValueError(f"decoder_depth {decoder_depth} is less than 1")
-        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3: more variance
+        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3, A.6
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
@@ -134,18 +142,24 @@ class CrossMAE(nn.Module):
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         if mixes:
             blocks = range(depth) if feature_maps == "all" else feature_maps
-            if (isinstance(blocks, str) or depth - 1 not in blocks or len({*blocks}) < len(blocks)
-                    or not {*blocks} <= {*range(depth)}):
+            blocks = [blocks] if isinstance(blocks, (int, str)) else [*blocks]
+            if (depth - 1 not in blocks or len({*blocks}) < len(blocks)
+                    or not all(isinstance(i, int) and 0 <= i < depth for i in blocks)):
                 raise ValueError(f"feature_maps {feature_maps} is not all, last or a list of "
-                                 f"different blocks from 0 to {depth - 1} that includes the last")
+                                 f"different blocks from 0 to {depth - 1} that includes the last, "
+                                 f"which nothing would train otherwise")
             self.map_ids = sorted(i + 1 for i in blocks)               # in the list of ViT.layers
             if include_input is not False:
                 self.map_ids.insert(0, 0)
             n = len(self.map_ids)
-            self.map_proj = nn.ModuleList(nn.Linear(dim, dim) for _ in range(n * project_maps))
+            if softmax_weights and n == 1:
+                raise ValueError("softmax_weights of one map are 1: mix more")
+            self.map_proj = nn.ModuleList(
+                nn.Linear(dim, dim) for _ in range(n if project_maps else 0))
             self.dec_norms = nn.ModuleList(
                 nn.LayerNorm(dim, eps=1e-6) for _ in range(decoder_depth))
-            self.wfm = nn.ModuleDict({"linear": nn.Linear(n, decoder_depth, bias=False)})
+            self.wfm = nn.ModuleDict({                                 # named as released
+                "linear": nn.Linear(n, decoder_depth, bias=False)})
         elif include_input or softmax_weights or project_maps:
             raise ValueError("feature_maps last mixes nothing: it excludes include_input, "
                              "softmax_weights and project_maps")
@@ -176,30 +190,32 @@ class CrossMAE(nn.Module):
             x = block(x, y)                                            # (B, M, E)
         return self.decoder_pred(self.decoder_norm(x))                 # (B, M, p*p*C)
 
-    def subset(self, noise, ids_mask):
-        """The patches of ids_mask (B,L-K) that are predicted, (B,M): those of the highest fraction
-        of noise (B,L), so that they are a uniform choice whatever the mask's pattern."""
-        L = noise.shape[1]
-        skipped = int(L * (self.mask_ratio - self.prediction_ratio))
-        rank = (noise.gather(1, ids_mask) % 1).argsort(dim=1, stable=True)
-        return ids_mask.gather(1, rank[:, skipped:])
+    def subset(self, noise, ids_keep, ids_mask):
+        """The patches of ids_mask (B,L-K) that are predicted, (B,M), a uniform choice whatever the
+        mask's pattern: those of the highest fraction of noise (B,L). Where the whole part is that
+        of the last visible patch, being hidden means a fraction above its: that is made up for."""
+        last, noise = noise.gather(1, ids_keep[:, -1:]), noise.gather(1, ids_mask)
+        made_up = (noise - last) / (1 - last % 1)
+        rank = torch.where(noise.floor() == last.floor(), made_up, noise % 1)
+        return ids_mask.gather(1, rank.argsort(dim=1, stable=True)[:, self.skipped:])
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
-        scalar, and {"loss"}, detached: the mean squared error of the predicted patches, an unbiased
-        estimate of that of all hidden ones (Sec. 3.3). A 0/1 mask for noise has its last hidden
-        patches predicted, in raster order."""
+        scalar, and {"loss"}, detached: the mean squared error of the predicted patches, which
+        without self_attention is an unbiased estimate of that of all hidden ones (Sec. 3.3). A 0/1
+        mask for noise has its last hidden patches predicted, in raster order."""
         if noise is None:
             noise = torch.rand(len(images), self.encoder.num_patches, device=images.device)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = self.subset(noise, ids_mask)                             # (B, M)
+        ids = self.subset(noise, ids_keep, ids_mask)                   # (B, M)
         pred = self.decode(self.encode(images, ids_keep), ids).float()  # (B, M, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
         loss = (pred - target).square().mean()
         return loss, {"loss": loss.detach()}
 
     def predict(self, images, noise):
-        """All hidden patches (B,L-K,p*p*C), in raster order and in the space of the loss."""
+        """All hidden patches, and only these (B,L-K,p*p*C), in raster order and in the space of the
+        loss."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         return self.decode(self.encode(images, ids_keep), ids_mask.sort(dim=1).values)
 

@@ -18,14 +18,15 @@ Where paper and released code differ, and what is done here:
      and after M, so that three linear maps meet there. As released; `relu_around_m` is the text.
   2. The release builds a final norm in the encoder and never calls it. Here there is none.
   3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`).
-  4. The release decodes all patches and masks the loss, Algorithm 1 decodes the hidden ones. As in
-     the paper.
-  5. "PositionalEmbedding" in Algorithm 1 is the release's Fourier features of the patch's centre.
+  4. The release decodes all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
+     patches and the weight tokens. As in the paper.
+  5. "PositionalEmbedding" to h in Algorithm 1 is the release's Fourier features of the patch's
+     centre, 2 pe_dim of them whatever h is.
   6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.
   7. The release stores M on the module between calls, and un-normalises by a standard deviation
      plus 1e-6. Here M is an argument, and un-normalising is the exact inverse (ViT.paint).
-  8. The mlp's l layers count M (Table 3), and the first has index 0: `modulated_layer` 1 has one
-     layer before it.
+  8. Sec. 2.2 allows M to be any of the l layers, h x h. The last one gives pixels, so it cannot;
+     the first (Table 7's 0) has 2 pe_dim inputs, so there M is 2 pe_dim x h.
 """
 
 import math
@@ -45,8 +46,8 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
-    frequencies, 1 to sigma, times the row and then the column. In float32, whatever the model is
-    in: the phase reaches pi sigma. (minr.py has it too.)"""
+    frequencies, 1 to sigma in equal ratios, times the row and then the column. In float32, whatever
+    the model is in: the phase reaches pi sigma. (minr.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -93,10 +94,12 @@ class HyperMAE(nn.Module):
         if not 0 <= shared_blocks <= min(feat2w_depth, depth) or feat2w_depth < 1:
             raise ValueError(f"shared_blocks {shared_blocks} is not between 0 and feat2w_depth "
                              f"{feat2w_depth} (at least 1) and the encoder's {depth} blocks")
-        if pe_dim < 2 or pe_dim % 2 or pe_sigma <= 0 or n_weight_tokens < 1 or hidden_dim < 1:
-            raise ValueError(f"pe_dim {pe_dim} must be even and at least 2, pe_sigma {pe_sigma} "
-                             f"above 0, n_weight_tokens {n_weight_tokens} and hidden_dim "
-                             f"{hidden_dim} at least 1")
+        if pe_dim < 2 or pe_dim % 2:
+            raise ValueError(f"pe_dim {pe_dim} is not even and at least 2")
+        for name, value in dict(pe_sigma=pe_sigma, n_weight_tokens=n_weight_tokens,
+                                hidden_dim=hidden_dim).items():
+            if not value >= 1:
+                raise ValueError(f"{name} {value} is less than 1")
         if loss_on not in ("masked", "all"):
             raise ValueError(f"loss_on {loss_on} is not masked or all")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
@@ -112,7 +115,7 @@ class HyperMAE(nn.Module):
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
         self.proj = nn.Linear(dim, hidden_dim)
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
-        rows = widths.pop(modulated_layer)                             # of M, the rest is learnt
+        rows = widths.pop(modulated_layer)                             # of M, which is that layer
         self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
         self.apply(init_weights)
@@ -123,7 +126,7 @@ class HyperMAE(nn.Module):
         blocks, n = self.encoder.blocks, len(self.weight_tokens)
         own = len(blocks) - self.shared_blocks                         # that see no weight tokens
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
-        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F^12
+        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+K+n, D)
         for block in [*blocks[own:], *self.feat2w_blocks]:
             x = block(x)                                               # Sec. 2.2
@@ -136,9 +139,9 @@ class HyperMAE(nn.Module):
         z = fourier_features(coords, self.pe_dim, self.pe_sigma).to(M.dtype)  # (B, N, 2 pe_dim)
         layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l of them
         for i, layer in enumerate(layers):
-            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):
+            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):  # released: not next to M
                 z = F.relu(z)
-            z = layer(z)                                               # (B, N, h)
+            z = layer(z)                                               # (B, N, h), at last pixels
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
@@ -170,7 +173,7 @@ class HyperMAE(nn.Module):
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        coords = grid_coords(self.encoder.grid, images.device)[ids_mask]  # (B, M, 2)
-        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, M, p*p*C)
+        coords = grid_coords(self.encoder.grid, images.device)[ids_mask]  # (B, N, 2)
+        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, N, p*p*C)
         return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
                                   leak_free), mask

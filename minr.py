@@ -45,8 +45,8 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
-    frequencies, 1 to sigma, times the row and then the column. In float32, whatever the model is
-    in: the phase reaches pi sigma. (hypermae.py has it too.)"""
+    frequencies, 1 to sigma in equal ratios, times the row and then the column. In float32, whatever
+    the model is in: the phase reaches pi sigma. (hypermae.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -94,10 +94,12 @@ class MINR(nn.Module):
             raise ValueError(f"loss_on {loss_on} is not all or masked")
         if not 0 < pixel_fraction <= 1:
             raise ValueError(f"pixel_fraction {pixel_fraction} is not above 0 and at most 1")
-        if ff_dim < 2 or ff_dim % 2 or ff_sigma <= 0 or min(mlp_depth, hidden_dim, groups) < 1:
-            raise ValueError(f"ff_dim {ff_dim} must be even and at least 2, ff_sigma {ff_sigma} "
-                             f"above 0, mlp_depth {mlp_depth}, hidden_dim {hidden_dim} and groups "
-                             f"{groups} at least 1")
+        if ff_dim < 2 or ff_dim % 2:
+            raise ValueError(f"ff_dim {ff_dim} is not even and at least 2")
+        for name, value in dict(ff_sigma=ff_sigma, mlp_depth=mlp_depth, hidden_dim=hidden_dim,
+                                groups=groups).items():
+            if not value >= 1:
+                raise ValueError(f"{name} {value} is less than 1")
         if modulated_layers is None:
             modulated_layers = (1,) if hypernetwork == "ginr" else range(mlp_depth)
         modulated = sorted({*modulated_layers})

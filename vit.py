@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
     def __init__(self, dim, heads):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"width {dim} is not a multiple of {heads} heads")
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)

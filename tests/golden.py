@@ -94,7 +94,7 @@ def replay_crossmae(fixture):
     loss, _ = model(images, noise)
     with torch.no_grad():                                  # as in training: only the predicted ones
         ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-        ids = model.subset(noise, ids_mask).sort(dim=1).values
+        ids = model.subset(noise, ids_keep, ids_mask).sort(dim=1).values
         pred = model.decode(model.encode(images, ids_keep), ids)
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
 
@@ -105,6 +105,7 @@ HYPERMAE_NAMES = {"feat2w_blocks": "feat2W_blocks", "proj": "linear_proj_pacomlp
 
 def replay_hypermae(fixture):
     config = fixture["config"]
+    assert config.get("use_pe", True), "HyperMAE without positional embedding is not built"
 
     def released(name):
         first, *rest = name.split(".", 1)

@@ -89,7 +89,7 @@ def test_loss_on_all_patches():
 @pytest.mark.parametrize("options, words", [
     (dict(modulated_layer=3), "modulated_layer 3"), (dict(modulated_layer=-1), "layer -1"),
     (dict(shared_blocks=3), "shared_blocks 3"), (dict(feat2w_depth=0), "feat2w_depth 0"),
-    (dict(pe_dim=7), "pe_dim 7"), (dict(pe_sigma=0.0), "pe_sigma 0.0"),
+    (dict(pe_dim=7), "pe_dim 7"), (dict(pe_sigma=float("nan")), "pe_sigma nan"),
     (dict(n_weight_tokens=0), "n_weight_tokens 0"), (dict(loss_on="some"), "loss_on some")])
 def test_impossible_options(options, words):
     with pytest.raises(ValueError, match=words):

@@ -10,7 +10,7 @@ import train
 from imae import IMAE, MIXES, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
-from tests.conftest import ROOT, TINY, same, shell, write_pictures
+from tests.conftest import ROOT, TINY, same, shell, stopping_after_two, write_pictures
 from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, build, images_and_noise
 
@@ -366,3 +366,15 @@ def test_teacher_from_a_checkpoint(pretrain, folder, refused, tmp_path, capsys):
     refused(main, [*base, "--name", "a", "--same_class", "1.5"], "--same_class 1.5", "0 and 1")
     refused(main, ["--method", "mae", "--same_class", "1"], "it belongs to --method imae")
     assert not (tmp_path / "runs/a").exists()
+
+
+def test_resuming_with_a_teacher(pretrain, monkeypatch):
+    """The uninterrupted run: the same pairs, weights and latents."""
+    pretrain()
+    words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--same_class", "0.5", "--epochs",
+             "3"]
+    whole = pretrain(*words, name="whole")
+    with stopping_after_two(monkeypatch):
+        pretrain(*words, name="part")
+    part = pretrain(*words, "--resume", name="part")
+    assert same(whole["model"], part["model"]) and len(part["history"]) == 3

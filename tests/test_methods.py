@@ -134,8 +134,8 @@ def test_each_option_changes_what_it_names(name, options):
     base, model = build(name), build(name, **options)
     shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
     images, noise = images_and_noise()
-    if shapes == own_shapes:
-        model.load_state_dict(base.state_dict())
+    model.load_state_dict({k: v for k, v in base.state_dict().items()
+                           if own_shapes.get(k) == shapes[k]}, strict=False)
     losses = []
     for m in (base, model):
         torch.manual_seed(0)                               # for what the model draws itself
@@ -318,15 +318,18 @@ def giga_macs(function, *args):
 
 
 def test_cost_at_vit_b():
-    """HyperMAE Table 1 (MAE 9.78 G with all patches embedded, HyperMAE 6.42), and CrossMAE's
-    decoder against MAE's (Figure 7: up to 3.7 times cheaper)."""
+    """HyperMAE Table 1: MAE 9.78 G with all patches embedded, HyperMAE 6.42 with what its release
+    computes in vain. CrossMAE's decoder is up to 3.7 times cheaper than MAE's (Appendix C), which
+    is our count at prediction ratio 0.15."""
     images, ids_keep = torch.zeros(1, 3, 224, 224), torch.arange(49)[None]
     encoder = giga_macs(METHODS["mae"]().encoder, images, ids_keep)
     mae = giga_macs(METHODS["mae"](), images)
     embedding = 147 * 768 * 768 / 1e9                      # of hidden patches, which is left out
     assert round(mae, 2) == 9.69 and round(mae + embedding, 2) == 9.78
-    assert giga_macs(METHODS["hypermae"](), images) < 6.42
-    for depth, ratios in ((12, {0.25: 2.6, 0.15: 3.7}), (8, {0.25: 3.9})):
-        model = METHODS["crossmae"](decoder_depth=depth)
-        for model.prediction_ratio, cheaper in ratios.items():
-            assert round((mae - encoder) / (giga_macs(model, images) - encoder), 1) == cheaper
+    hypermae = giga_macs(METHODS["hypermae"](), images)
+    visible_too = 49 * 8 * 256 * 256 / 1e9                 # 5 layers of 256 x 256, one of 256 x 768
+    assert round(hypermae, 2) == 6.30
+    assert round(hypermae + embedding + visible_too + 50 * 768 * 256 / 1e9, 2) == 6.42
+    for depth, ratio, cheaper in ((12, 0.25, 2.6), (12, 0.15, 3.7), (8, 0.25, 3.9)):
+        model = METHODS["crossmae"](decoder_depth=depth, prediction_ratio=ratio)
+        assert round((mae - encoder) / (giga_macs(model, images) - encoder), 1) == cheaper
