@@ -1,7 +1,7 @@
 """CrossMAE: each hidden patch is read out of the encoder by itself, so only some need be.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
-Autoencoders (TMLR 2025).
+Autoencoders (arXiv 2401.14391).
 
 MAE's decoder lets hidden patches attend to one another, which they hardly use. Here a mask token is
 a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's prediction

@@ -1,7 +1,6 @@
 """HyperMAE: the encoder's tokens become the weights of a small MLP that paints patches.
 
-Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training
-(NeurIPS 2023 Workshop).
+Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
 
 Weight tokens go through a few ViT blocks (Feat2W) together with the encoded visible patches, and
 become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its

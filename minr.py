@@ -78,7 +78,7 @@ class MINR(nn.Module):
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     small = dict(  # ours, for 32x32 pictures, which have 16 periods at most
-        lr=2e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2,
+        lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2,
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     lr_scale = 1.0
