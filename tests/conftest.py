@@ -15,8 +15,24 @@ import finetune
 import train
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--batch_size", "8",
-        "--epochs", "2", "--warmup_epochs", "1", "--workers", "0"]
+TINY = [
+    "--dim",
+    "16",
+    "--depth",
+    "2",
+    "--heads",
+    "2",
+    "--patch_size",
+    "4",
+    "--batch_size",
+    "8",
+    "--epochs",
+    "2",
+    "--warmup_epochs",
+    "1",
+    "--workers",
+    "0",
+]
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
@@ -39,7 +55,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     write_pictures(root / "train", "ab", 20, seed=1)
     write_pictures(root / "val", "ab", 6, seed=2)
-    (root / "val/b/5.png").unlink()                                    # an odd number
+    (root / "val/b/5.png").unlink()  # an odd number
     return root
 
 
@@ -51,6 +67,7 @@ def pretrain(folder, tmp_path, monkeypatch):
     def run(*words, name="mae", own=DECODER):
         train.main(["--data", str(folder), "--name", name, *TINY, *own, *words])
         return train.read(Path("runs", name, "last.pt"))
+
     return run
 
 
@@ -60,16 +77,28 @@ def tune(folder, pretrain):
     pretrain()
 
     def run(*words, name="tuned"):
-        row = finetune.main(["--data", str(folder), "--name", name, "--checkpoint",
-                             "runs/mae/last.pt", *TINY[8:], *words])
+        row = finetune.main(
+            [
+                "--data",
+                str(folder),
+                "--name",
+                name,
+                "--checkpoint",
+                "runs/mae/last.pt",
+                *TINY[8:],
+                *words,
+            ]
+        )
         path = Path("runs", name, "last.pt")
         return train.read(path) if path.exists() else None, row
+
     return run
 
 
 @pytest.fixture
 def refused(capsys):
     """refused(main, words, "part", ...) expects exit code 2 and one line that holds the parts."""
+
     def run(main, words, *parts):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
@@ -78,6 +107,7 @@ def refused(capsys):
         assert stop.value.code == 2 and len(lines) == 1, lines
         for part in parts:
             assert part in lines[0]
+
     return run
 
 
@@ -85,8 +115,14 @@ def shell(*words, processes=0, cwd, check=True):
     """Run a script of the project in a process of its own, or in several under torchrun."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(launch if processes else []), str(ROOT / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -100,6 +136,7 @@ def stopping_after_two(monkeypatch):
         save(path, content)
         if content["epoch"] == 2:
             raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "save", save_and_stop)
         yield
@@ -107,5 +144,6 @@ def stopping_after_two(monkeypatch):
 
 def same(a, b, **tolerance):
     """Whether two state dicts are equal, to the bit or within a tolerance."""
-    return a.keys() == b.keys() and all( torch.allclose(
-        a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a
+    )

@@ -16,8 +16,9 @@ from vit import from_released, resize_pos_embed, to_released
 
 def classifier(**kwargs):
     torch.manual_seed(0)
-    return Classifier(**{**dict(img_size=16, patch_size=4, dim=16,
-                      depth=2, heads=2, classes=3), **kwargs})
+    return Classifier(
+        **{**dict(img_size=16, patch_size=4, dim=16, depth=2, heads=2, classes=3), **kwargs}
+    )
 
 
 def test_replay_takes_the_class_token():
@@ -25,13 +26,12 @@ def test_replay_takes_the_class_token():
     fixture = load(ROOT / "tests/golden/finetune_avg.pt")
     state = {k.replace("fc_norm.", "norm."): v for k, v in fixture["state_dict"].items()}
     fixture = {
-    "method": "finetune",
-    "config": {
-        **fixture["config"],
-        "global_pool": "token"},
+        "method": "finetune",
+        "config": {**fixture["config"], "global_pool": "token"},
         "state_dict": state,
         "images": fixture["images"],
-         "labels": fixture["labels"]}
+        "labels": fixture["labels"],
+    }
     model = Classifier(**vit_args(fixture["config"]), classes=10, pool="token")
     model.load_state_dict(from_released(state))
     tokens = model.encoder(fixture["images"])
@@ -46,8 +46,9 @@ def test_classifier_names_are_the_released_ones():
     assert same(to_released(model), state)
 
 
-@pytest.mark.parametrize("options", [{}, dict(pool="token"),
-                         dict(probe=True, norm=True), dict(probe=True, pool="token")])
+@pytest.mark.parametrize(
+    "options", [{}, dict(pool="token"), dict(probe=True, norm=True), dict(probe=True, pool="token")]
+)
 def test_what_is_trained(options):
     model = classifier(**options)
     loss, metrics = model(torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0]))
@@ -58,13 +59,13 @@ def test_what_is_trained(options):
         assert moved == {"head.1.weight", "head.1.bias"}
         assert isinstance(model.head[0], torch.nn.BatchNorm1d) and not model.head[0].affine
     else:
-        assert "encoder.pos_embed" in moved                            # learnt from here on
+        assert "encoder.pos_embed" in moved  # learnt from here on
 
 
 def test_smoothing_and_probabilities():
     model, images = classifier(smoothing=0.1), torch.randn(4, 3, 16, 16)
     with torch.no_grad():
-        torch.nn.init.normal_(model.head.weight)                       # logits that differ
+        torch.nn.init.normal_(model.head.weight)  # logits that differ
     labels = torch.tensor([0, 1, 2, 0])
     soft = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
     wanted = -(soft * model.logits(images).log_softmax(1)).sum(1).mean()
@@ -76,28 +77,37 @@ def test_layer_decay_groups():
     model = classifier(depth=3)
     groups = layer_decay_groups(model, 0.05, 0.5)
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {names[id(p)]: (group["lr_scale"], group["weight_decay"])
-                      for group in groups for p in group["params"]}
+    found = {
+        names[id(p)]: (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
     assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     for name, wanted in {
-            "encoder.cls_token": (0.5 ** 4, 0), "encoder.pos_embed": (0.5 ** 4, 0),
-            "encoder.patch_embed.proj.weight": (0.5 ** 4, 0.05),
-            "encoder.patch_embed.proj.bias": (0.5 ** 4, 0),
-            "encoder.blocks.0.attn.qkv.weight": (0.5 ** 3, 0.05),
-            "encoder.blocks.0.norm1.weight": (0.5 ** 3, 0),
-            "encoder.blocks.2.mlp.fc2.weight": (0.5, 0.05),
-            "fc_norm.weight": (1, 0), "head.weight": (1, 0.05),
-            "head.bias": (1, 0)}.items():
+        "encoder.cls_token": (0.5**4, 0),
+        "encoder.pos_embed": (0.5**4, 0),
+        "encoder.patch_embed.proj.weight": (0.5**4, 0.05),
+        "encoder.patch_embed.proj.bias": (0.5**4, 0),
+        "encoder.blocks.0.attn.qkv.weight": (0.5**3, 0.05),
+        "encoder.blocks.0.norm1.weight": (0.5**3, 0),
+        "encoder.blocks.2.mlp.fc2.weight": (0.5, 0.05),
+        "fc_norm.weight": (1, 0),
+        "head.weight": (1, 0.05),
+        "head.bias": (1, 0),
+    }.items():
         assert found[name] == pytest.approx(wanted), name
 
 
 def test_layer_decay_reaches_the_optimiser(tune):
     before = train.read("runs/mae/last.pt")["model"]
     content, _ = tune("--layer_decay", "0.01")
-    drift = {k: (content["model"][k] - before[k]).abs().max()
-                 for k in before if k in content["model"]}
-    assert drift["encoder.patch_embed.proj.weight"] < 1e-3 * \
-        drift["encoder.blocks.1.attn.proj.weight"] * 20
+    drift = {
+        k: (content["model"][k] - before[k]).abs().max() for k in before if k in content["model"]
+    }
+    assert (
+        drift["encoder.patch_embed.proj.weight"]
+        < 1e-3 * drift["encoder.blocks.1.attn.proj.weight"] * 20
+    )
 
 
 def test_finetuning_learns(tune, capsys):
@@ -118,7 +128,7 @@ def test_linear_probe_leaves_the_encoder_alone(tune):
     before = train.read("runs/mae/last.pt")["model"]
     for name, value in content["model"].items():
         if name.startswith("encoder."):
-            assert torch.equal(value, before[name])                    # its final norm too
+            assert torch.equal(value, before[name])  # its final norm too
     assert row["top1"] > 90 and content["model"]["head.0.running_mean"].any()
 
 
@@ -139,7 +149,7 @@ def test_scratch_needs_no_checkpoint(folder, tmp_path, monkeypatch):
 
 def test_nearest_neighbours(tune, capsys):
     content, row = tune("--mode", "knn", "--k", "3")
-    assert content is None and row["top1"] == 100                      # red and blue
+    assert content is None and row["top1"] == 100  # red and blue
     assert "3 nearest neighbours: top1 100.00" in capsys.readouterr().out
 
 
@@ -148,12 +158,15 @@ def test_nearest_neighbours_by_hand():
     model = classifier(probe=True, norm=True).eval()
     pictures = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
     labels, query = torch.tensor([0, 1, 2, 1, 0]), torch.randint(
-        0, 256, (1, 3, 16, 16), dtype=torch.uint8)
-    args = SimpleNamespace(k=2, eval_images=2 ** 62, workers=0)
+        0, 256, (1, 3, 16, 16), dtype=torch.uint8
+    )
+    args = SimpleNamespace(k=2, eval_images=2**62, workers=0)
     one = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
     votes = finetune.knn(model, train.Split(pictures, labels, "abc"), args, one, (16, 16))(query)[0]
+
     def feature(x):
         return F.normalize(model.encoder(train.normalize(x, model))[:, 1:].mean(1), dim=1)
+
     cosine = (feature(pictures) @ feature(query).T)[:, 0]
     wanted = torch.zeros(3)
     for i in cosine.topk(2).indices:
@@ -161,20 +174,24 @@ def test_nearest_neighbours_by_hand():
     assert torch.allclose(votes, wanted, rtol=1e-4)
 
 
-@pytest.mark.parametrize("flags",
-    [ "--layer_decay 0.5",
-    "--drop_path 0.5",
-    "--smoothing 0.3",
-    "--mixup 0.8",
-    "--cutmix 1.0",
-    "--mix_ratio 0.35",
-    "--randaug 11",
-    "--erasing 1.0",
-    "--pool token",
-    "--weight_decay 0.5",
-    "--seed 1",
-    "--lr 1e-2",
-     "--crop 1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--layer_decay 0.5",
+        "--drop_path 0.5",
+        "--smoothing 0.3",
+        "--mixup 0.8",
+        "--cutmix 1.0",
+        "--mix_ratio 0.35",
+        "--randaug 11",
+        "--erasing 1.0",
+        "--pool token",
+        "--weight_decay 0.5",
+        "--seed 1",
+        "--lr 1e-2",
+        "--crop 1",
+    ],
+)
 def test_every_flag_does_something(tune, flags):
     (plain, _), (other, _) = tune(name="a"), tune(*flags.split(), name="b")
     plain, other = plain["model"], other["model"]
@@ -182,8 +199,10 @@ def test_every_flag_does_something(tune, flags):
 
 
 def test_a_probe_on_mixed_pictures(tune):
-    plain, mixed = (tune("--mode", "linear", *words, name=name)[0]["model"] for name, words in
-                    (("a", ()), ("b", ("--mix_ratio", "0.35"))))
+    plain, mixed = (
+        tune("--mode", "linear", *words, name=name)[0]["model"]
+        for name, words in (("a", ()), ("b", ("--mix_ratio", "0.35")))
+    )
     assert not torch.equal(plain["head.1.weight"], mixed["head.1.weight"])
 
 
@@ -194,6 +213,7 @@ def test_a_fixed_mix_is_of_pictures_and_labels(tune, monkeypatch):
     def spy(args, procs, model, groups, feed, prepare, *rest, **content):
         seen.append((prepare, feed))
         return fit(args, procs, model, groups, feed, prepare, *rest, **content)
+
     monkeypatch.setattr(finetune, "fit", spy)
     tune("--mix_ratio", "0.25", "--crop", "1", "--no-flip", "--epochs", "0")
     prepare, feed = seen[0]
@@ -208,35 +228,39 @@ def test_a_fixed_mix_is_of_pictures_and_labels(tune, monkeypatch):
 def test_another_image_size_interpolates_positions(tune, capsys):
     before = train.read("runs/mae/last.pt")["model"]["encoder.pos_embed"]
     content, _ = tune("--img_size", "24", "--epochs", "0")
-    assert torch.equal(content["model"]["encoder.pos_embed"],
-                       resize_pos_embed(before, (4, 4), (6, 6)))
-    assert "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr(
-    ).out
+    assert torch.equal(
+        content["model"]["encoder.pos_embed"], resize_pos_embed(before, (4, 4), (6, 6))
+    )
+    assert (
+        "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
+    )
 
 
 def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
     monkeypatch.chdir(tmp_path)
-    mae, tuned = (load(ROOT / f"tests/golden/{name}.pt")
-                  ["state_dict"] for name in ("mae", "finetune_avg"))
+    mae, tuned = (
+        load(ROOT / f"tests/golden/{name}.pt")["state_dict"] for name in ("mae", "finetune_avg")
+    )
     words = [
-    "--data",
-    str(folder),
-    "--checkpoint",
-    "x.pth",
-    "--epochs",
-    "0",
-    "--workers",
-    "0",
-    "--batch_size",
-     "8"]
+        "--data",
+        str(folder),
+        "--checkpoint",
+        "x.pth",
+        "--epochs",
+        "0",
+        "--workers",
+        "0",
+        "--batch_size",
+        "8",
+    ]
     torch.save({"model": mae}, "x.pth")
     refused(finetune.main, words, "x.pth does not say its number of heads: give --heads")
     words += ["--heads", "4", "--warmup_epochs", "0"]
     finetune.main([*words, "--name", "a"])
     content = train.read("runs/a/last.pt")
     assert torch.equal(
-    content["model"]["encoder.blocks.2.mlp.fc1.bias"],
-     mae["blocks.2.mlp.fc1.bias"])
+        content["model"]["encoder.blocks.2.mlp.fc1.bias"], mae["blocks.2.mlp.fc1.bias"]
+    )
     assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
     said = capsys.readouterr().out
     assert "fresh: fc_norm, head" in said and "not taken over: decoder_blocks" in said
@@ -260,18 +284,19 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
 def test_finetuning_resumes(tune, monkeypatch):
     """Where workers draw, too, and mixing and drop path in the process itself."""
     words = [
-    "--epochs",
-    "3",
-    "--mixup",
-    "0.8",
-    "--cutmix",
-    "1",
-    "--drop_path",
-    "0.2",
-    "--randaug",
-    "9",
-    "--workers",
-     "1"]
+        "--epochs",
+        "3",
+        "--mixup",
+        "0.8",
+        "--cutmix",
+        "1",
+        "--drop_path",
+        "0.2",
+        "--randaug",
+        "9",
+        "--workers",
+        "1",
+    ]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, name="stopped")
@@ -281,14 +306,16 @@ def test_finetuning_resumes(tune, monkeypatch):
 
 def test_two_processes(tune, folder, tmp_path):
     """A probe, whose BatchNorm sees half a batch each, and neighbours from both halves."""
-    words = ["finetune.py",
-    "--data",
-    str(folder),
-    "--checkpoint",
-    "runs/mae/last.pt",
-    *TINY[8:],
-    "--name",
-     "two"]
+    words = [
+        "finetune.py",
+        "--data",
+        str(folder),
+        "--checkpoint",
+        "runs/mae/last.pt",
+        *TINY[8:],
+        "--name",
+        "two",
+    ]
     row = tune("--mode", "knn", "--k", "3")[1]
     done = shell(*words, "--mode", "knn", "--k", "3", processes=2, cwd=tmp_path)
     assert f"3 nearest neighbours: top1 {row['top1']:.2f}" in done.stdout
@@ -296,18 +323,25 @@ def test_two_processes(tune, folder, tmp_path):
     assert train.read(tmp_path / "runs/two/last.pt")["epoch"] == 2
 
 
-@pytest.mark.parametrize("words, parts", [
-    ("--mode finetune", ["--mode finetune needs --checkpoint FILE"]),
-    ("--checkpoint nothing.pt", ["there is no checkpoint nothing.pt"]),
-    ("--checkpoint runs/mae/last.pt --data flat", ["--data flat has no labels"]),
-    ("--checkpoint runs/mae/last.pt --dim 32", ["does not fit this model", "here (1, 1, 32)"]),
-    ("--checkpoint runs/mae/last.pt --mode probe", ["--mode", "probe"]),
-    ("--checkpoint runs/mae/last.pt --mask_ratio 0.5", ["--mask_ratio", "belongs to --method mae"]),
-    ("--checkpoint runs/mae/last.pt --layer_dacay 1", ["did you mean --layer_decay?"]),
-    ("--checkpoint runs/mae/last.pt --mix_ratio 0.3 --mixup 1", ["0.3 needs --mixup 0"]),
-    ("--checkpoint runs/mae/last.pt --randaug 99", ["--randaug 99 is more than 30"]),
-    ("--checkpoint runs/mae/last.pt --k 0 --mode knn", ["--k 0 is less than 1"]),
-    ("--checkpoint runs/mae/last.pt --batch_size 64", ["--batch_size 64 is more than the 40"])])
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ("--mode finetune", ["--mode finetune needs --checkpoint FILE"]),
+        ("--checkpoint nothing.pt", ["there is no checkpoint nothing.pt"]),
+        ("--checkpoint runs/mae/last.pt --data flat", ["--data flat has no labels"]),
+        ("--checkpoint runs/mae/last.pt --dim 32", ["does not fit this model", "here (1, 1, 32)"]),
+        ("--checkpoint runs/mae/last.pt --mode probe", ["--mode", "probe"]),
+        (
+            "--checkpoint runs/mae/last.pt --mask_ratio 0.5",
+            ["--mask_ratio", "belongs to --method mae"],
+        ),
+        ("--checkpoint runs/mae/last.pt --layer_dacay 1", ["did you mean --layer_decay?"]),
+        ("--checkpoint runs/mae/last.pt --mix_ratio 0.3 --mixup 1", ["0.3 needs --mixup 0"]),
+        ("--checkpoint runs/mae/last.pt --randaug 99", ["--randaug 99 is more than 30"]),
+        ("--checkpoint runs/mae/last.pt --k 0 --mode knn", ["--k 0 is less than 1"]),
+        ("--checkpoint runs/mae/last.pt --batch_size 64", ["--batch_size 64 is more than the 40"]),
+    ],
+)
 def test_wrong_words_get_one_line(pretrain, folder, refused, words, parts):
     pretrain()
     write_pictures(Path("flat"), "x", 6)

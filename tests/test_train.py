@@ -18,12 +18,16 @@ ONE = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
 
 # ------------------------------------------------------------------------------------------ data
 
+
 def test_shapes():
-    (pictures, labels), again = train.draw_shapes(
-        40, (24, 32), 3), train.draw_shapes(40, (24, 32), 3)
-    assert pictures.shape == (
-    40, 3, 24, 32) and pictures.dtype == torch.uint8 and len(
-        train.SHAPES) >= 10
+    (pictures, labels), again = train.draw_shapes(40, (24, 32), 3), train.draw_shapes(
+        40, (24, 32), 3
+    )
+    assert (
+        pictures.shape == (40, 3, 24, 32)
+        and pictures.dtype == torch.uint8
+        and len(train.SHAPES) >= 10
+    )
     assert torch.equal(pictures, again[0]) and labels.bincount().tolist() == [4] * 10
     assert not torch.equal(pictures, train.draw_shapes(40, (24, 32), 4)[0])
     train_split, val, size = train.open_data("shapes")
@@ -34,10 +38,14 @@ def test_shapes():
 def test_class_folders_in_memory(folder):
     part, val, size = train.open_data(str(folder))
     assert part.pictures.shape == (40, 3, 16, 16) and val.pictures.shape == (11, 3, 16, 16)
-    assert size == (16, 16) and part.classes == [
-                    "a", "b"] and part.labels.tolist() == [0] * 20 + [1] * 20
-    red, blue = part.pictures[:20].float().mean(
-        (0, 2, 3)), part.pictures[20:].float().mean((0, 2, 3))
+    assert (
+        size == (16, 16)
+        and part.classes == ["a", "b"]
+        and part.labels.tolist() == [0] * 20 + [1] * 20
+    )
+    red, blue = part.pictures[:20].float().mean((0, 2, 3)), part.pictures[20:].float().mean(
+        (0, 2, 3)
+    )
     assert red[0] > red[2] + 50 and blue[2] > blue[0] + 50
     assert train.open_data(str(folder), (24, 32))[0].pictures.shape[2:] == (24, 32)
 
@@ -48,7 +56,7 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     assert len(part.labels) + len(val.labels) == 100 and 1 <= len(val.labels) <= 12
     assert part.classes == [] and set(part.labels.tolist()) == {-1}
     before = {name for name in train.list_folder(tmp_path)[1][0]}
-    write_pictures(tmp_path, "y", 50)                                  # more pictures move none
+    write_pictures(tmp_path, "y", 50)  # more pictures move none
     assert before <= {name for name in train.list_folder(tmp_path)[1][0]}
 
 
@@ -64,9 +72,10 @@ def test_large_pictures_stream(tmp_path):
     def draw(workers, seed):
         feed = train.Feed(split, SimpleNamespace(workers=workers), ONE, transform)
         return [torch.cat([p for p, _ in feed(ids, seed, epoch)]) for epoch in range(2)]
+
     first, second = draw(0, seed=1)
     assert first.shape == (8, 3, 16, 16) and first.dtype == torch.uint8
-    for got, wanted in zip(draw(2, seed=1), (first, second)):          # whichever worker draws it
+    for got, wanted in zip(draw(2, seed=1), (first, second)):  # whichever worker draws it
         assert torch.equal(got, wanted)
     assert not torch.equal(first, second) and not torch.equal(first, draw(0, seed=2)[0])
     labels = torch.cat([labels for _, labels in train.Feed(split, args, ONE, transform)(ids, 0, 0)])
@@ -75,9 +84,10 @@ def test_large_pictures_stream(tmp_path):
 
 def test_pictures_are_upright_rgb(tmp_path):
     from PIL import Image
+
     picture = Image.new("RGB", (8, 4), (255, 0, 0))
     exif = picture.getexif()
-    exif[0x0112] = 6                                                   # turned by 90 degrees
+    exif[0x0112] = 6  # turned by 90 degrees
     picture.save(tmp_path / "turned.jpg", exif=exif)
     Image.new("L", (5, 5), 7).save(tmp_path / "grey.png")
     assert train.read_picture(tmp_path / "turned.jpg").size == (4, 8)
@@ -95,53 +105,68 @@ def crop(pictures, crop=1.0, flip=False, rows=None, seed=0):
 def test_crops_on_the_device():
     pictures = torch.randint(0, 256, (64, 3, 12, 16), dtype=torch.uint8)
     assert torch.allclose(
-    crop(pictures),
-    pictures.float(),
-     atol=1e-3)  # no crop, no flip: the picture
+        crop(pictures), pictures.float(), atol=1e-3
+    )  # no crop, no flip: the picture
     flipped = crop(pictures, flip=True)
     mirrored = [torch.allclose(x, p.flip(2), atol=1e-3) for x, p in zip(flipped, pictures.float())]
     same_side = [torch.allclose(x, p, atol=1e-3) for x, p in zip(flipped, pictures.float())]
     assert 15 < sum(mirrored) < 49 and sum(mirrored) + sum(same_side) == 64
-    ramp = torch.arange(16.0).expand(64, 3, 12, 16).mul(10).byte()     # its slope is the zoom
+    ramp = torch.arange(16.0).expand(64, 3, 12, 16).mul(10).byte()  # its slope is the zoom
     zoomed = crop(ramp, crop=0.2)
     slopes = (zoomed[..., 9] - zoomed[..., 6])[:, 0, 5] / 30
-    assert slopes.unique().numel() > 50                                # each picture its own crop
-    assert 0.3 < slopes.min() and slopes.max() <= 1.001                # width: sqrt(.2 * 3/4) ... 1
-    assert torch.equal(crop(pictures, 0.2, True, torch.tensor(
-        [3, 5])), crop(pictures, 0.2, True)[[3, 5]])
+    assert slopes.unique().numel() > 50  # each picture its own crop
+    assert 0.3 < slopes.min() and slopes.max() <= 1.001  # width: sqrt(.2 * 3/4) ... 1
+    assert torch.equal(
+        crop(pictures, 0.2, True, torch.tensor([3, 5])), crop(pictures, 0.2, True)[[3, 5]]
+    )
 
 
 def test_crop_statistics_match_torchvision():
     """Mean brightness of crops of a ramp, and the spread of their zoom, as torchvision's."""
     ramp = torch.linspace(0, 255, 32).expand(3, 32, 32).byte()
     ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2)
-    theirs = torch.stack([v2.RandomResizedCrop(32, (0.2, 1), antialias=True)(ramp)
-                         for _ in range(2000)]).float()
+    theirs = torch.stack(
+        [v2.RandomResizedCrop(32, (0.2, 1), antialias=True)(ramp) for _ in range(2000)]
+    ).float()
+
     def zoom(x):
         return x[:, 0, 16, 24] - x[:, 0, 16, 8]
+
     for statistic in (torch.mean, torch.std):
-        assert abs(statistic(zoom(ours)) - statistic(zoom(theirs))) < 4     # of about 95 and 20
+        assert abs(statistic(zoom(ours)) - statistic(zoom(theirs))) < 4  # of about 95 and 20
 
 
 # ------------------------------------------------------------------------------ optimiser, schedule
 
+
 def test_learning_rate_is_the_formula():
     for t in (0, 0.5, 3.99, 4, 7.3, 19.9, 20):
-        wanted = 1.5e-3 * t / 4 if t < 4 else 1e-5 + \
-            (1.5e-3 - 1e-5) * (1 + math.cos(math.pi * (t - 4) / 16)) / 2
-        assert train.learning_rate(t, 1.5e-3, 20, 4, "cosine",
-                                   1e-5) == pytest.approx(wanted, rel=1e-12)
+        wanted = (
+            1.5e-3 * t / 4
+            if t < 4
+            else 1e-5 + (1.5e-3 - 1e-5) * (1 + math.cos(math.pi * (t - 4) / 16)) / 2
+        )
+        assert train.learning_rate(t, 1.5e-3, 20, 4, "cosine", 1e-5) == pytest.approx(
+            wanted, rel=1e-12
+        )
     assert train.learning_rate(9, 1e-4, 20, 0, "constant") == 1e-4
 
 
 def test_learning_rate_of_a_run(pretrain, monkeypatch):
     rates, step = [], train.train_step
-    monkeypatch.setattr(train, "train_step", lambda net, optimizer, *rest: (
-        rates.append(optimizer.param_groups[0]["lr"]), step(net, optimizer, *rest))[1])
+    monkeypatch.setattr(
+        train,
+        "train_step",
+        lambda net, optimizer, *rest: (
+            rates.append(optimizer.param_groups[0]["lr"]),
+            step(net, optimizer, *rest),
+        )[1],
+    )
     pretrain("--blr", "0.01", "--epochs", "3")
     wanted = [train.learning_rate(i / 5, 0.01 * 8 / 256, 3, 1) for i in range(15)]
-    assert rates == pytest.approx(wanted) and rates[0] == 0 and max(
-        rates) == pytest.approx(rates[5])
+    assert (
+        rates == pytest.approx(wanted) and rates[0] == 0 and max(rates) == pytest.approx(rates[5])
+    )
 
 
 def test_weight_decay_groups():
@@ -149,8 +174,10 @@ def test_weight_decay_groups():
     decayed, free = train.weight_decay_groups(model, 0.05)
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
-    assert all(names[id(p)].endswith(("bias", "norm.weight", "norm1.weight", "norm2.weight"))
-               for p in free["params"])
+    assert all(
+        names[id(p)].endswith(("bias", "norm.weight", "norm1.weight", "norm2.weight"))
+        for p in free["params"]
+    )
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert len(decayed["params"]) + len(free["params"]) == len(trainable)
     assert all(p.ndim > 1 for p in decayed["params"])
@@ -158,31 +185,32 @@ def test_weight_decay_groups():
 
 # --------------------------------------------------------------------------------- whole commands
 
+
 def test_a_run_leaves_everything(pretrain, capsys):
     content = pretrain()
     said = capsys.readouterr().out
-    assert sorted(p.name for p in Path("runs/mae").iterdir()
-                  ) == ["last.pt", "log.jsonl", "recon.png"]
+    assert sorted(p.name for p in Path("runs/mae").iterdir()) == [
+        "last.pt",
+        "log.jsonl",
+        "recon.png",
+    ]
     rows = [json.loads(line) for line in open("runs/mae/log.jsonl")]
     assert [row["epoch"] for row in rows] == [1, 2]
-    assert {
-    "loss",
-    "lr",
-    "img_s",
-    "psnr_hidden",
-    "psnr_image",
-     "psnr_mean_colour"} <= rows[0].keys()
+    assert {"loss", "lr", "img_s", "psnr_hidden", "psnr_image", "psnr_mean_colour"} <= rows[
+        0
+    ].keys()
     for part in (
-    "recon.png",
-    "log.jsonl",
-    "last.pt",
-    "python finetune.py --checkpoint",
-    "lr 0.002",
-    "2 epochs x 5",
-    "recipe  ",
-    "optimizer adamw",
-    "weight_decay 0.05",
-     "M parameters"):
+        "recon.png",
+        "log.jsonl",
+        "last.pt",
+        "python finetune.py --checkpoint",
+        "lr 0.002",
+        "2 epochs x 5",
+        "recipe  ",
+        "optimizer adamw",
+        "weight_decay 0.05",
+        "M parameters",
+    ):
         assert part in said
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["seed"] == 0
@@ -202,51 +230,57 @@ def test_the_same_seed_is_the_same_run(pretrain):
     assert same(pretrain(name="a")["model"], pretrain(name="b")["model"])
 
 
-@pytest.mark.parametrize("flags",
-    [ "--blr 1e-2",
-    "--lr 1e-2",
-    "--betas 0.9,0.999",
-    "--weight_decay 0.5",
-    "--warmup_epochs 0",
-    "--crop 1",
-    "--no-flip",
-    "--min_lr 1e-3",
-    "--clip_grad 0.01",
-    "--seed 1",
-    "--mask grid",
-    "--mask block",
-    "--epochs 3",
-    "--optimizer adam --weight_decay 0.5",
-    "--optimizer sgd",
-    "--schedule constant",
-    "--mask_ratio 0.5",
-    "--norm_pix_loss",
-    "--decoder_depth 2",
-    "--inter_block_attention",
-    "--dim 32",
-    "--depth 1",
-    "--heads 1",
-    "--batch_size 16",
-    "--img_size 32",
-    "--img_size 32,16",
-    "--patch_size 8",
-    "--size tiny",
-    "--amp bf16",
-     "--accum 2 --amp bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--blr 1e-2",
+        "--lr 1e-2",
+        "--betas 0.9,0.999",
+        "--weight_decay 0.5",
+        "--warmup_epochs 0",
+        "--crop 1",
+        "--no-flip",
+        "--min_lr 1e-3",
+        "--clip_grad 0.01",
+        "--seed 1",
+        "--mask grid",
+        "--mask block",
+        "--epochs 3",
+        "--optimizer adam --weight_decay 0.5",
+        "--optimizer sgd",
+        "--schedule constant",
+        "--mask_ratio 0.5",
+        "--norm_pix_loss",
+        "--decoder_depth 2",
+        "--inter_block_attention",
+        "--dim 32",
+        "--depth 1",
+        "--heads 1",
+        "--batch_size 16",
+        "--img_size 32",
+        "--img_size 32,16",
+        "--patch_size 8",
+        "--size tiny",
+        "--amp bf16",
+        "--accum 2 --amp bf16",
+    ],
+)
 def test_every_flag_does_something(pretrain, flags):
     plain, other = pretrain(name="a")["model"], pretrain(*flags.split(), name="b")["model"]
-    if flags == "--size tiny":                                         # the parts given come first
+    if flags == "--size tiny":  # the parts given come first
         assert same(plain, other)
         return
-    if flags.startswith("--heads"):                                    # of the same shapes
+    if flags.startswith("--heads"):  # of the same shapes
         assert plain.keys() == other.keys()
     assert plain.keys() != other.keys() or any(
-        plain[k].shape != other[k].shape or not torch.equal(plain[k], other[k]) for k in plain)
+        plain[k].shape != other[k].shape or not torch.equal(plain[k], other[k]) for k in plain
+    )
 
 
 def test_momentum(pretrain):
-    a, b = (pretrain("--optimizer", "sgd", "--momentum",
-            m, name=m)["model"] for m in ("0.5", "0.9"))
+    a, b = (
+        pretrain("--optimizer", "sgd", "--momentum", m, name=m)["model"] for m in ("0.5", "0.9")
+    )
     assert not same(a, b)
 
 
@@ -260,16 +294,17 @@ def test_a_flat_folder_trains_and_says_that_it_holds_some_out(tmp_path, monkeypa
 
 def test_sizes(pretrain, monkeypatch, tmp_path):
     args = [
-    "--size",
-    "tiny",
-    "--epochs",
-    "0",
-    "--workers",
-    "0",
-    "--eval_images",
-    "2",
-    "--patch_size",
-     "8"]
+        "--size",
+        "tiny",
+        "--epochs",
+        "0",
+        "--workers",
+        "0",
+        "--eval_images",
+        "2",
+        "--patch_size",
+        "8",
+    ]
     train.main([*args, "--decoder_dim", "16", "--decoder_heads", "2"])
     config = train.read("runs/mae/last.pt")["config"]
     assert (config["dim"], config["depth"], config["heads"]) == (192, 12, 3)
@@ -289,14 +324,25 @@ def test_two_processes_are_one(pretrain, folder, tmp_path):
     makes steps of full size of rounding errors where a gradient is zero, as of a key's bias."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2"]
     one = pretrain(*words, name="one")
-    done = shell("train.py", "--data", str(folder), *TINY, *DECODER, *words, "--name", "two",
-                 processes=2, cwd=tmp_path)
+    done = shell(
+        "train.py",
+        "--data",
+        str(folder),
+        *TINY,
+        *DECODER,
+        *words,
+        "--name",
+        "two",
+        processes=2,
+        cwd=tmp_path,
+    )
     two = train.read(tmp_path / "runs/two/last.pt")
     assert same(one["model"], two["model"], atol=1e-6)
-    assert done.stdout.count("epoch 2,") == 1                          # one process speaks
+    assert done.stdout.count("epoch 2,") == 1  # one process speaks
     for a, b in zip(one["history"], two["history"]):
         assert a["psnr_hidden"] == pytest.approx(
-    b["psnr_hidden"], abs=1e-3)    # 11 pictures, none twice
+            b["psnr_hidden"], abs=1e-3
+        )  # 11 pictures, none twice
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
@@ -307,15 +353,14 @@ def test_resuming_is_not_having_stopped(pretrain, monkeypatch):
     assert train.read("runs/stopped/last.pt")["epoch"] == 2
     resumed = pretrain("--epochs", "4", "--resume", name="stopped")
     assert same(straight["model"], resumed["model"])
-    for a, b in zip(straight["optimizer"]["state"].values(),
-                    resumed["optimizer"]["state"].values()):
+    for a, b in zip(
+        straight["optimizer"]["state"].values(), resumed["optimizer"]["state"].values()
+    ):
         assert same(a, b)
     for a, b in zip(straight["history"], resumed["history"]):
-        assert {
-    k: v for k,
-    v in a.items() if k != "img_s"} == {
-        k: v for k,
-         v in b.items() if k != "img_s"}
+        assert {k: v for k, v in a.items() if k != "img_s"} == {
+            k: v for k, v in b.items() if k != "img_s"
+        }
     assert len(open("runs/stopped/log.jsonl").readlines()) == 4
 
 
@@ -326,21 +371,30 @@ def test_resume_without_a_run_starts_and_a_finished_one_stays(pretrain):
 
 def test_runs_are_not_overwritten(pretrain, folder, refused):
     before = pretrain()["model"]
-    refused(train.main, ["--data", folder, *TINY, *DECODER],
-            "runs/mae holds a run", "--resume", "--overwrite")
+    refused(
+        train.main,
+        ["--data", folder, *TINY, *DECODER],
+        "runs/mae holds a run",
+        "--resume",
+        "--overwrite",
+    )
     assert same(before, train.read("runs/mae/last.pt")["model"])
     assert not same(before, pretrain("--overwrite", "--seed", "1")["model"])
 
 
 def test_resume_takes_the_settings_asked_for(pretrain, folder, refused, capsys):
     first = pretrain()
-    same_run = pretrain("--resume", "--epochs", "0")                   # nothing to do, nothing lost
-    assert same_run["epoch"] == 2 and len(
-    same_run["history"]) == 2 and same(
-        first["model"],
-         same_run["model"])
-    refused(train.main, ["--data", folder, *TINY, *DECODER, "--resume", "--optimizer", "sgd"],
-            "cannot be resumed with --optimizer sgd: it has adamw")
+    same_run = pretrain("--resume", "--epochs", "0")  # nothing to do, nothing lost
+    assert (
+        same_run["epoch"] == 2
+        and len(same_run["history"]) == 2
+        and same(first["model"], same_run["model"])
+    )
+    refused(
+        train.main,
+        ["--data", folder, *TINY, *DECODER, "--resume", "--optimizer", "sgd"],
+        "cannot be resumed with --optimizer sgd: it has adamw",
+    )
     refused(train.main, ["--data", folder, *TINY, *DECODER, "--resume", "--overwrite"], "exclude")
     capsys.readouterr()
     other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
@@ -352,8 +406,11 @@ def test_resume_takes_the_settings_asked_for(pretrain, folder, refused, capsys):
 
 def test_resume_needs_the_same_model(pretrain, folder, refused):
     pretrain()
-    refused(train.main, ["--data", folder, *TINY, *DECODER, "--resume", "--depth", "1"],
-            "runs/mae cannot be resumed: its config is")
+    refused(
+        train.main,
+        ["--data", folder, *TINY, *DECODER, "--resume", "--depth", "1"],
+        "runs/mae cannot be resumed: its config is",
+    )
 
 
 def test_a_diverging_run_stops_and_keeps_its_checkpoint(pretrain):
@@ -365,8 +422,9 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoint(pretrain):
 
 def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
-    torch.save({"model": state, "args": __import__(
-        "argparse").Namespace(lr=1)}, tmp_path / "mae.pth")
+    torch.save(
+        {"model": state, "args": __import__("argparse").Namespace(lr=1)}, tmp_path / "mae.pth"
+    )
     sizes = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4"]
     words = [*sizes, "--epochs", "0", "--init", "mae.pth"]
     # another decoder: encoder only
@@ -377,12 +435,14 @@ def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, ca
     content = pretrain(*words, name="whole")
     assert same(content["model"], from_released(state))
     pretrain(*words, "--img_size", "48", name="larger")
-    assert "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr(
-    ).out
+    assert (
+        "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
+    )
 
     words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
-    torch.save({k: v for k, v in state.items() if k !=
-               "blocks.1.attn.proj.bias"}, tmp_path / "mae.pth")
+    torch.save(
+        {k: v for k, v in state.items() if k != "blocks.1.attn.proj.bias"}, tmp_path / "mae.pth"
+    )
     refused(train.main, words, "mae.pth", "encoder.blocks.1.attn.proj.bias is missing")
     torch.save({**state, "surplus": torch.zeros(2)}, tmp_path / "mae.pth")
     refused(train.main, words, "mae.pth", "surplus is left over")
@@ -392,13 +452,8 @@ def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, ca
 def test_init_from_an_own_checkpoint(pretrain):
     first = pretrain()["model"]
     assert same(
-    first,
-    pretrain(
-        "--init",
-        "runs/mae/last.pt",
-        "--epochs",
-        "0",
-         name="again")["model"])
+        first, pretrain("--init", "runs/mae/last.pt", "--epochs", "0", name="again")["model"]
+    )
 
 
 def test_an_interrupted_overwrite_does_not_leave_the_old_run(pretrain, monkeypatch):
@@ -426,6 +481,7 @@ def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain
     class Payload:
         def __reduce__(self):
             return (print, ("this must not run",))
+
     words = ["--data", folder, *TINY, *DECODER, "--init", "x.pt"]
     refused(train.main, words, "there is no checkpoint x.pt")
     for content in (b"", b"not a checkpoint"):
@@ -443,35 +499,39 @@ def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain
         train.load("x.pt")
 
 
-@pytest.mark.parametrize("words, parts", [
-    ("--method vae", ["--method", "vae", "mae"]),
-    ("--depht 3", ["--depht", "did you mean --depth?"]),
-    ("--k 3", ["unknown argument --k"]),
-    ("stray", ["unknown argument stray"]),
-    ("--epochs two", ["--epochs", "two"]),
-    ("--epochs -1", ["--epochs -1 is less than 0"]),
-    ("--batch_size 0", ["--batch_size 0 is less than 1"]),
-    ("--crop 0", ["--crop 0.0 is less than"]),
-    ("--crop 1.5", ["--crop 1.5 is not between 0 and 1"]),
-    ("--betas 0.9", ["--betas (0.9,) are not two numbers"]),
-    ("--betas 0.9,2.0", ["beta"]),
-    ("--lr 1e-3 --blr 1e-3", ["--lr 0.001 and --blr 0.001 exclude each other"]),
-    ("--mask stripes", ["--mask", "stripes"]),
-    ("--optimizer lion", ["--optimizer lion is not one of adamw adam sgd"]),
-    ("--img_size 16,16,16", ["--img_size", "16,16,16"]),
-    ("--img_size 0", ["--img_size", "0"]),
-    ("--patch_size 5", ["img_size (16, 16) is not a multiple of patch_size (5, 5)"]),
-    ("--mask_ratio 1.2", ["mask_ratio 1.2 shows"]),
-    ("--mask_ratio 0", ["mask_ratio 0.0 shows"]),
-    ("--heads 3", ["width 16 is not a multiple of 3 heads"]),
-    ("--batch_size 41", ["--batch_size 41 is more than the 40 training pictures"]),
-    ("--accum 3", ["--batch_size 8 is not divisible by 1 processes x --accum 3"]),
-    ("--epochs 1 --warmup_epochs 2", ["--warmup_epochs 2", "--epochs 1"]),
-    ("--data nowhere", ["--data nowhere is not shapes, cifar10, cifar100 or a folder"]),
-    ("--data empty", ["--data empty has 0 pictures"]),
-    ("--data no_val", ["--data no_val needs class folders in train/ and val/"]),
-    ("--device warp", ["--device warp is not there: "]),
-    ("--init nothing.pt", ["there is no checkpoint nothing.pt"])])
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ("--method vae", ["--method", "vae", "mae"]),
+        ("--depht 3", ["--depht", "did you mean --depth?"]),
+        ("--k 3", ["unknown argument --k"]),
+        ("stray", ["unknown argument stray"]),
+        ("--epochs two", ["--epochs", "two"]),
+        ("--epochs -1", ["--epochs -1 is less than 0"]),
+        ("--batch_size 0", ["--batch_size 0 is less than 1"]),
+        ("--crop 0", ["--crop 0.0 is less than"]),
+        ("--crop 1.5", ["--crop 1.5 is not between 0 and 1"]),
+        ("--betas 0.9", ["--betas (0.9,) are not two numbers"]),
+        ("--betas 0.9,2.0", ["beta"]),
+        ("--lr 1e-3 --blr 1e-3", ["--lr 0.001 and --blr 0.001 exclude each other"]),
+        ("--mask stripes", ["--mask", "stripes"]),
+        ("--optimizer lion", ["--optimizer lion is not one of adamw adam sgd"]),
+        ("--img_size 16,16,16", ["--img_size", "16,16,16"]),
+        ("--img_size 0", ["--img_size", "0"]),
+        ("--patch_size 5", ["img_size (16, 16) is not a multiple of patch_size (5, 5)"]),
+        ("--mask_ratio 1.2", ["mask_ratio 1.2 shows"]),
+        ("--mask_ratio 0", ["mask_ratio 0.0 shows"]),
+        ("--heads 3", ["width 16 is not a multiple of 3 heads"]),
+        ("--batch_size 41", ["--batch_size 41 is more than the 40 training pictures"]),
+        ("--accum 3", ["--batch_size 8 is not divisible by 1 processes x --accum 3"]),
+        ("--epochs 1 --warmup_epochs 2", ["--warmup_epochs 2", "--epochs 1"]),
+        ("--data nowhere", ["--data nowhere is not shapes, cifar10, cifar100 or a folder"]),
+        ("--data empty", ["--data empty has 0 pictures"]),
+        ("--data no_val", ["--data no_val needs class folders in train/ and val/"]),
+        ("--device warp", ["--device warp is not there: "]),
+        ("--init nothing.pt", ["there is no checkpoint nothing.pt"]),
+    ],
+)
 def test_wrong_words_get_one_line(pretrain, folder, refused, words, parts, tmp_path):
     Path("empty").mkdir()
     write_pictures(Path("no_val/train"), "ab", 2)
@@ -487,7 +547,7 @@ def test_wrong_words_in_a_process(tmp_path):
 
 
 def test_a_process_without_a_validation_picture(tmp_path, monkeypatch):
-    write_pictures(tmp_path / "flat", "x", 10)                         # of which one is held out
+    write_pictures(tmp_path / "flat", "x", 10)  # of which one is held out
     assert len(train.list_folder(tmp_path / "flat")[1][0]) == 1
     shell("train.py", "--data", "flat", *TINY, *DECODER, processes=2, cwd=tmp_path)
 
@@ -498,18 +558,21 @@ def test_help_lists_the_methods_words(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     for part in (
-    "--inter_block_attention",
-    "CrossMAE Table 7",
-    "--no-norm_pix_loss",
-    "(0.75)",
-     "--blr"):
+        "--inter_block_attention",
+        "CrossMAE Table 7",
+        "--no-norm_pix_loss",
+        "(0.75)",
+        "--blr",
+    ):
         assert part in said
 
 
 # ------------------------------------------------------------------------------------- evaluation
 
+
 class Grey(torch.nn.Module):
     """Paints hidden patches grey (0.5); as a method of which the PSNR is known."""
+
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 
     def __init__(self):
@@ -519,8 +582,9 @@ class Grey(torch.nn.Module):
     def reconstruct(self, images, noise, mask_ratio=None, leak_free=False):
         mask = masking(noise, 0.75)[2]
         hidden = mask.view(-1, 1, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
-        grey = (torch.full((3, 1, 1), 0.5) - torch.tensor(self.mean).view(3, 1, 1)) / \
-                torch.tensor(self.std).view(3, 1, 1)
+        grey = (torch.full((3, 1, 1), 0.5) - torch.tensor(self.mean).view(3, 1, 1)) / torch.tensor(
+            self.std
+        ).view(3, 1, 1)
         return images * (1 - hidden) + grey * hidden, mask
 
 
@@ -539,7 +603,7 @@ def test_psnr_by_hand():
     masks = masking(train.eval_noise("random", torch.arange(7), (2, 2)), 0.75)[2]
     hidden_db, image_db, fill_db = [], [], []
     for x, mask in zip(truth, masks):
-        patches = patchify(x[None], 4)[0]                              # (4, 48)
+        patches = patchify(x[None], 4)[0]  # (4, 48)
         error = (patches[mask == 1] - 0.5).square()
         hidden_db.append(-10 * math.log10(error.mean()))
         image_db.append(-10 * math.log10(error.sum() / patches.numel()))
@@ -558,14 +622,28 @@ def test_evaluation_masks_belong_to_the_picture():
 def test_evaluation_pictures_are_spread_and_shared():
     split = train.Split(torch.zeros(101, 3, 1, 1, dtype=torch.uint8), torch.arange(101), [])
     args = SimpleNamespace(workers=0)
-    seen = [torch.cat([ids for ids, *_ in train.val_batches(split, args, SimpleNamespace(
-        rank=rank, world=3, device=ONE.device), (1, 1), 33, batch_size=4)]) for rank in range(3)]
+    seen = [
+        torch.cat(
+            [
+                ids
+                for ids, *_ in train.val_batches(
+                    split,
+                    args,
+                    SimpleNamespace(rank=rank, world=3, device=ONE.device),
+                    (1, 1),
+                    33,
+                    batch_size=4,
+                )
+            ]
+        )
+        for rank in range(3)
+    ]
     together = torch.cat(seen).sort().values
     assert together.unique().numel() == 33 and (together[0], together[-1]) == (0, 100)
-    assert sum(len(ids) for ids, *_ in train.val_batches(split, args, ONE, (1, 1), 2 ** 62)) == 101
+    assert sum(len(ids) for ids, *_ in train.val_batches(split, args, ONE, (1, 1), 2**62)) == 101
     # more processes than pictures
     many = SimpleNamespace(rank=150, world=200, device=ONE.device)
-    assert list(train.val_batches(split, args, many, (1, 1), 2 ** 62)) == []
+    assert list(train.val_batches(split, args, many, (1, 1), 2**62)) == []
     assert train.mean_over_processes({"a": 0}, 1, ONE) == {"a": 0}
 
 
@@ -586,25 +664,40 @@ def test_norm_pix_loss_is_said_under_the_picture(pretrain, capsys):
 
 # ----------------------------------------------------------------------------------------- --eval
 
+
 def test_eval_of_several_checkpoints(pretrain, folder, capsys, refused):
     """A row a checkpoint and mask ratio, the same numbers as after training, nothing else touched;
     a picture with a column a checkpoint."""
     runs = {"mae": pretrain("--no-norm_pix_loss"), "half": pretrain("--img_size", "8", name="half")}
     before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
     capsys.readouterr()
-    rows = train.main(["--eval", "runs/mae/last.pt", "runs/half/last.pt", "--mask_ratios", "0.5",
-                       "0.75", "--workers", "0"])
+    rows = train.main(
+        [
+            "--eval",
+            "runs/mae/last.pt",
+            "runs/half/last.pt",
+            "--mask_ratios",
+            "0.5",
+            "0.75",
+            "--workers",
+            "0",
+        ]
+    )
     said = capsys.readouterr().out.splitlines()
     assert "mean over 11 of" in said[0] and len({len(line) for line in said[1:6]}) == 1
     assert [(row["checkpoint"][5:9], row["mask_ratio"]) for row in rows] == [
-        ("mae/", 0.5), ("mae/", 0.75), ("half", 0.5), ("half", 0.75)]
+        ("mae/", 0.5),
+        ("mae/", 0.75),
+        ("half", 0.5),
+        ("half", 0.75),
+    ]
     for name, row in (("mae", rows[1]), ("half", rows[3])):
         for key in ("psnr_hidden", "psnr_image", "psnr_mean_colour"):
             assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
     assert all(Path(f"runs/{name}/last.pt").read_bytes() == b for name, b in before.items())
     with train.Image.open("runs/mae/eval.png") as picture:
         assert picture.size == (4 * 130 + 2, 8 * 130 + 2)
-    grid, = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--mask", "grid"])
+    (grid,) = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--mask", "grid"])
     assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
     refused(train.main, ["--eval", "runs/mae/last.pt", "--mask_ratios", "1.5"], "mask_ratio 1.5")
     refused(train.main, ["--eval", "gone.pt"], "no checkpoint gone.pt")
@@ -615,9 +708,9 @@ def test_eval_of_normalised_patches(pretrain, capsys):
     """Said where the true statistics are used; not used with --leak_free."""
     pretrain("--norm_pix_loss")
     words = ["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"]
-    flattered, = train.main(words)
+    (flattered,) = train.main(words)
     assert "true mean and variance" in capsys.readouterr().out
-    honest, = train.main([*words, "--leak_free"])
+    (honest,) = train.main([*words, "--leak_free"])
     assert "true mean and variance" not in capsys.readouterr().out
     assert honest["psnr_hidden"] < flattered["psnr_hidden"]
 
@@ -626,8 +719,9 @@ def test_eval_by_two_processes(pretrain, folder, tmp_path):
     """11 pictures, none twice and none lost."""
     pretrain()
     one = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"])[0]
-    said = shell("train.py", "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", processes=2,
-                 cwd=tmp_path).stdout.splitlines()
+    said = shell(
+        "train.py", "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", processes=2, cwd=tmp_path
+    ).stdout.splitlines()
     values = [float(x) for x in said[2].split()[-3:]]
     assert values == pytest.approx([one[k] for k in list(one)[-3:]], abs=0.006)
 

@@ -22,12 +22,14 @@ from vit import (
     to_released,
     transfer,
     unpatchify,
-     visible_count)
+    visible_count,
+)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
-@pytest.mark.parametrize("size, patch_size, grid", [((8, 8), 4, (2, 2)), ((6, 12), 3, (2, 4)),
-                                                    ((8, 12), (2, 4), (4, 3))])
+@pytest.mark.parametrize(
+    "size, patch_size, grid", [((8, 8), 4, (2, 2)), ((6, 12), 3, (2, 4)), ((8, 12), (2, 4), (4, 3))]
+)
 def test_patchify_and_back(channels, size, patch_size, grid):
     images = torch.randn(2, channels, *size)
     patches = patchify(images, patch_size)
@@ -59,11 +61,8 @@ def test_sincos_against_the_formula():
         angles = [position / 10000 ** (i / 4) for position in (col, row) for i in range(4)]
         col_angles, row_angles = angles[:4], angles[4:]
         wanted = [
-    f(a) for part in (
-        col_angles,
-        row_angles) for f in (
-            math.sin,
-             math.cos) for a in part]
+            f(a) for part in (col_angles, row_angles) for f in (math.sin, math.cos) for a in part
+        ]
         assert torch.allclose(table[0, 1 + row * 5 + col], torch.tensor(wanted), atol=1e-6)
     with pytest.raises(ValueError, match="multiple of 4, not 18"):
         sincos_pos_embed(18, (2, 2))
@@ -75,11 +74,12 @@ def test_resized_positions():
     resized = resize_pos_embed(table, (4, 4), (6, 3))
     assert resized.shape == (1, 19, 16) and torch.equal(resized[:, 0], table[:, 0])
     row = resized[0, 1:].view(6, 3, 16)
-    assert torch.allclose(row[:, 0, :8], row[:1, 0, :8].expand(6, -1), atol=1e-5)     # same column
+    assert torch.allclose(row[:, 0, :8], row[:1, 0, :8].expand(6, -1), atol=1e-5)  # same column
 
 
-@pytest.mark.parametrize("L, ratio, K", [(196, 0.75, 49),
-                         (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)])
+@pytest.mark.parametrize(
+    "L, ratio, K", [(196, 0.75, 49), (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)]
+)
 def test_masking_counts_and_order(L, ratio, K):
     noise = torch.rand(3, L)
     ids_keep, ids_mask, mask = masking(noise, ratio)
@@ -112,13 +112,16 @@ def test_block_mask_hides_regions():
         mask = masking(mask_noise(kind, 200, (14, 14), generator=g), 0.6)[2].view(200, 14, 14)
         assert (mask.sum((1, 2)) == 196 - 78).all()
         return (mask[:, 1:] == mask[:, :-1]).float().mean()
+
     assert neighbours_alike("block") > 0.85 > 0.55 > neighbours_alike("random")
 
 
 def test_noise_is_the_generators():
     for kind in ("random", "grid", "block"):
-        a, b, c = (mask_noise(kind, 2, (4, 4), generator=torch.Generator().manual_seed(s))
-                   for s in (1, 1, 2))
+        a, b, c = (
+            mask_noise(kind, 2, (4, 4), generator=torch.Generator().manual_seed(s))
+            for s in (1, 1, 2)
+        )
         assert torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(ValueError, match="'stripes' is not one of random, grid, block"):
         mask_noise("stripes", 1, (4, 4))
@@ -128,7 +131,7 @@ def test_own_masks_are_counted():
     mask = torch.ones(2, 16)
     mask[:, :4] = 0
     check_mask(mask, 0.75)
-    check_mask(torch.rand(2, 16), 0.5)                                 # noise is not a mask
+    check_mask(torch.rand(2, 16), 0.5)  # noise is not a mask
     mask[1, 4] = 0
     with pytest.raises(ValueError, match="shows 5 of 16 patches, mask_ratio 0.75 shows 4"):
         check_mask(mask, 0.75)
@@ -140,12 +143,16 @@ def test_normalized_patches():
     assert torch.allclose(normal.mean(-1), torch.zeros(2, 4), atol=1e-5)
     assert torch.allclose(normal.var(-1, unbiased=True), torch.ones(2, 4), atol=1e-5)
     assert torch.allclose(normal * std + mean, patches, atol=1e-5)
-    assert not normalize_patches(torch.ones(1, 1, 48))[0].any()        # a flat patch stays finite
+    assert not normalize_patches(torch.ones(1, 1, 48))[0].any()  # a flat patch stays finite
 
 
 def vit(**kwargs):
-    return ViT(**{**dict(img_size=(8, 12), patch_size=(2, 4),
-               in_chans=5, dim=16, depth=2, heads=2), **kwargs})
+    return ViT(
+        **{
+            **dict(img_size=(8, 12), patch_size=(2, 4), in_chans=5, dim=16, depth=2, heads=2),
+            **kwargs,
+        }
+    )
 
 
 def test_embedding_is_the_convolution_and_visible_only_is_the_same():
@@ -155,8 +162,9 @@ def test_embedding_is_the_convolution_and_visible_only_is_the_same():
     tokens = model.embed(images)
     assert torch.allclose(tokens, wanted + model.pos_embed[:, 1:], atol=1e-5)
     ids = torch.rand(3, 12).argsort(1)[:, :5]
-    assert torch.allclose(model.embed(images, ids), tokens.gather(
-        1, ids[..., None].expand(-1, -1, 16)), atol=1e-6)
+    assert torch.allclose(
+        model.embed(images, ids), tokens.gather(1, ids[..., None].expand(-1, -1, 16)), atol=1e-6
+    )
 
 
 def test_layers_and_norm():
@@ -178,28 +186,37 @@ def test_drop_path_skips_only_in_training():
     torch.manual_seed(0)
     block, x = Block(16, 2, drop_path=0.5), torch.randn(64, 3, 16)
     unchanged = (block(x) == x).all(-1).all(-1).float().mean()
-    assert 0.1 < unchanged < 0.4                                       # both branches: a quarter
+    assert 0.1 < unchanged < 0.4  # both branches: a quarter
     assert torch.equal(block.eval()(x), Block.forward(block, x)) and not torch.equal(block(x), x)
-    assert [b.drop_path.p for b in vit(
-        depth=3, drop_path=0.2).blocks] == pytest.approx([0, 0.1, 0.2])
+    assert [b.drop_path.p for b in vit(depth=3, drop_path=0.2).blocks] == pytest.approx(
+        [0, 0.1, 0.2]
+    )
 
 
 def test_initialisation():
     model = ViT(32, 4, 3, 64, 1, 4)
+
     def bound(fan_in, fan_out):
         return math.sqrt(6 / (fan_in + fan_out))
-    for weight, limit in [(model.blocks[0].attn.qkv.weight, bound(64, 192)),       # as one matrix
-                          (model.patch_embed["proj"].weight, bound(48, 64))]:
+
+    for weight, limit in [
+        (model.blocks[0].attn.qkv.weight, bound(64, 192)),  # as one matrix
+        (model.patch_embed["proj"].weight, bound(48, 64)),
+    ]:
         assert limit * 0.98 < weight.abs().max() <= limit
     assert not model.blocks[0].attn.qkv.bias.any() and model.patch_embed["proj"].bias.any()
     assert 0.01 < model.cls_token.std() < 0.03
 
 
-@pytest.mark.parametrize("kwargs, words", [
-    (dict(img_size=182), "img_size 182 is not a multiple of patch_size"),
-    (dict(img_size=(8, 13)), r"img_size \(8, 13\) is not a multiple of patch_size \(2, 4\)"),
-    (dict(heads=3), "width 16 is not a multiple of 3 heads"),
-    (dict(dim=18), "multiple of 4, not 18")])
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (dict(img_size=182), "img_size 182 is not a multiple of patch_size"),
+        (dict(img_size=(8, 13)), r"img_size \(8, 13\) is not a multiple of patch_size \(2, 4\)"),
+        (dict(heads=3), "width 16 is not a multiple of 3 heads"),
+        (dict(dim=18), "multiple of 4, not 18"),
+    ],
+)
 def test_impossible_sizes(kwargs, words):
     with pytest.raises(ValueError, match=words):
         vit(**kwargs)
@@ -214,30 +231,27 @@ def test_wrong_inputs():
 
 def test_published_sizes():
     millions = {
-    name: sum(
-        p.numel() for p in ViT(
-            **size,
-            norm=True).parameters() if p.requires_grad) /
-            1e6 for name,
-            size in SIZES.items() if name in (
-                "tiny",
-                "small",
-                 "base")}
+        name: sum(p.numel() for p in ViT(**size, norm=True).parameters() if p.requires_grad) / 1e6
+        for name, size in SIZES.items()
+        if name in ("tiny", "small", "base")
+    }
     assert millions == pytest.approx({"tiny": 5.5, "small": 21.7, "base": 85.8}, rel=0.01)
 
 
 # ------------------------------------------------------------------------------- released names
 
+
 def released():
     """The released-format MAE of the fixture, and a model of ours of its sizes."""
     fixture = load(ROOT / "tests/golden/mae.pt")
     return fixture["state_dict"], MAE(
-    32, 8, 3, 32, 3, 4, decoder_dim=24, decoder_depth=2, decoder_heads=4)
+        32, 8, 3, 32, 3, 4, decoder_dim=24, decoder_depth=2, decoder_heads=4
+    )
 
 
 def test_released_names_both_ways():
     state, model = released()
-    assert transfer(model, from_released({"model": state})) == []      # with its outer "model"
+    assert transfer(model, from_released({"model": state})) == []  # with its outer "model"
     back = to_released(model)
     assert back.keys() == state.keys() and all(torch.equal(back[k], state[k]) for k in state)
 
@@ -246,8 +260,9 @@ def test_transfer_of_an_encoder_alone():
     state, model = released()
     fresh = model.decoder_pred.weight.clone()
     encoder = {k: v for k, v in state.items() if not k.startswith(("decoder", "mask_token"))}
-    notes = transfer(model, from_released(
-        {**encoder, "head.weight": torch.zeros(7, 32)}))   # as timm's
+    notes = transfer(
+        model, from_released({**encoder, "head.weight": torch.zeros(7, 32)})
+    )  # as timm's
     assert torch.equal(model.encoder.cls_token, state["cls_token"])
     assert torch.equal(model.decoder_pred.weight, fresh)
     assert [note.split(":")[0] for note in notes] == ["fresh", "not taken over"]
@@ -273,13 +288,15 @@ def test_transfer_lists_every_key_that_does_not_fit():
     with pytest.raises(ValueError) as error:
         transfer(model, from_released(state))
     for part in (
-    "encoder.blocks.1.norm1.weight is missing",
-    "encoder.blocks.7.norm1.weight is left over",
-    "gamma is left over",
-     "encoder.cls_token is (1, 1, 8), here (1, 1, 32)"):
+        "encoder.blocks.1.norm1.weight is missing",
+        "encoder.blocks.7.norm1.weight is left over",
+        "gamma is left over",
+        "encoder.cls_token is (1, 1, 8), here (1, 1, 32)",
+    ):
         assert part in str(error.value)
-    assert all(torch.equal(v, before[k])
-               for k, v in model.state_dict().items())   # and changes nothing
+    assert all(
+        torch.equal(v, before[k]) for k, v in model.state_dict().items()
+    )  # and changes nothing
 
 
 def test_a_damaged_decoder_is_not_another_decoder():
@@ -293,11 +310,14 @@ def test_a_damaged_decoder_is_not_another_decoder():
 
 
 def test_as_many_patches_on_another_grid_are_interpolated():
-    one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2)
-                  for size in ((8, 32), (16, 16)))
+    one, other = (
+        MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2) for size in ((8, 32), (16, 16))
+    )
     notes = transfer(other, one.state_dict(), one.encoder.grid)
-    assert notes == [f"interpolated from (2, 8) to (4, 4) patches: {name}" for name in
-                     ("decoder_pos_embed", "encoder.pos_embed")]       # and the decoder comes along
+    assert notes == [
+        f"interpolated from (2, 8) to (4, 4) patches: {name}"
+        for name in ("decoder_pos_embed", "encoder.pos_embed")
+    ]  # and the decoder comes along
 
 
 def test_transfer_interpolates_positions():
@@ -306,5 +326,5 @@ def test_transfer_interpolates_positions():
     notes = transfer(model, from_released(state))
     assert "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in notes
     assert torch.equal(
-    model.encoder.pos_embed, resize_pos_embed(
-        state["pos_embed"], (4, 4), (6, 6)))
+        model.encoder.pos_embed, resize_pos_embed(state["pos_embed"], (4, 4), (6, 6))
+    )
