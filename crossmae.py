@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, sincos_pos_embed,
-                 visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, mask_noise,
+                 normalize_patches, sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
@@ -167,6 +167,11 @@ class CrossMAE(nn.Module):
         if mixes:
             nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # Sec. 3.4: N(0, 1/n)
 
+    def map_weights(self):
+        """The weights of the mixes (decoder depth,n)."""
+        W = self.wfm["linear"].weight
+        return W.softmax(dim=1) if self.softmax_weights else W         # Table 8
+
     def encode(self, images, ids_keep):
         """What each decoder block reads of the visible patches ids_keep (B,K): (B,1+K,D) each."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
@@ -177,10 +182,8 @@ class CrossMAE(nn.Module):
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # Table 9
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)
-        W = self.wfm["linear"].weight                                  # (decoder depth, n)
-        if self.softmax_weights:
-            W = W.softmax(dim=1)                                       # Table 8
-        mixes = (W @ maps.flatten(1)).view(-1, *maps.shape[1:])        # eq. 1, all blocks at once
+        mixes = self.map_weights() @ maps.flatten(1)                   # eq. 1, all blocks at once
+        mixes = mixes.view(-1, *maps.shape[1:])                        # (decoder depth, B, 1+K, D)
         return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each
 
     def decode(self, features, ids):
@@ -232,3 +235,68 @@ class CrossMAE(nn.Module):
         pred = self.decode(self.encode(images, ids_keep), ids_mask)    # (B, L-K, p*p*C)
         return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
                                   leak_free), mask
+
+    def contributions(self, images, noise):
+        """Each decoder block's own part of the predictions of all hidden patches (Appendix D): (1 +
+        decoder depth,B,L-K,p*p*C), first that of mask token and position; ids_keep, ids_mask, mask.
+        They add up exactly: the head's norm is linear but for its deviation, which is the final
+        token's; its bias and the head's are counted once, in the first part."""
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, self.mask_ratio)
+        xs = [self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]]     # f_0
+        for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
+            xs.append(block(xs[-1], y))                                # f_i, each (B, L-K, E)
+        parts = torch.stack([xs[0], *(b - a for a, b in zip(xs, xs[1:]))])   # g_i = f_i - f_{i-1}
+        norm, head = self.decoder_norm, self.decoder_pred
+        std = (xs[-1].var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+        parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight @ head.weight.T
+        parts[0] += head(norm.bias)
+        return parts, ids_keep, ids_mask, mask
+
+    @torch.no_grad()
+    def figures(self, images):
+        """{"contributions": (rows,columns,C,H,W)}, a row an image: what is visible, the parts of
+        Appendix D, and all together; and "map_weights", Figure 5c: a row a decoder block, a column
+        a feature map, 0 in grey, negative ones darker."""
+        g = torch.Generator().manual_seed(0)
+        noise = mask_noise("random", len(images), self.encoder.grid, generator=g)
+        parts, ids_keep, ids_mask, mask = self.contributions(images, noise.to(images.device))
+        mean = 0.0
+        if self.norm_pix_loss:
+            _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
+            parts = parts * std
+
+        def paint(canvas, patches):
+            return self.encoder.paint(canvas, patches, ids_keep, ids_mask)
+        empty = torch.zeros_like(images)
+        cells = [images * (1 - self.encoder.pixels_of(mask)), *(paint(empty, p) for p in parts),
+                 paint(images, parts.sum(0) + mean)]                   # 2 + 1 + decoder depth
+        figures = {"contributions": torch.stack(cells, dim=1)}
+        if self.mixes:
+            W = self.map_weights()                                     # (decoder depth, n)
+            mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
+            figures["map_weights"] = ((0.5 + 0.5 * W / W.abs().max() - mean) / std)[None, None]
+        return figures
+
+
+@torch.no_grad()
+def decoder_attention(mae, images, noise=None):
+    """The observation of Sec. 1: how much hidden tokens of an MAE's decoder attend to visible
+    tokens, class token included, and to hidden ones. A row a block and one for their sum: the mean
+    over pairs of tokens, summed over heads (Table 6), and the plain share of the visible."""
+    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, mae.mask_ratio)
+    inputs, rows, K = [], [], 1 + ids_keep.shape[1]
+    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in mae.decoder_blocks]
+    mae.decode(mae.encode(images, ids_keep), ids_keep, ids_mask)
+    for i, (block, x, hook) in enumerate(zip(mae.decoder_blocks, inputs, hooks)):
+        hook.remove()
+        qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4)                           # (B, heads, 1+L, E/heads)
+        share = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)  # (.., M, 1+L)
+        visible, hidden = share[..., :K], share[..., K:]
+        rows.append({"block": i, "visible": visible.mean((0, 2, 3)).sum().item(),
+                     "hidden": hidden.mean((0, 2, 3)).sum().item(),
+                     "share of visible": visible.sum(3).mean().item()})
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
+    total["share of visible"] /= len(rows)
+    return [*rows, {**total, "block": "sum"}]

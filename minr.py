@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, pair, patchify, visible_count
+from vit import ViT, mask_noise, pair, patchify, visible_count
 
 
 def grid_coords(size, device=None):
@@ -214,3 +214,12 @@ class MINR(nn.Module):
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         painted, mask = self.paint(images, self.encoder.img_size, noise, mask_ratio)
         return torch.where(self.encoder.pixels_of(mask).bool(), painted, images), mask
+
+    def figures(self, images):
+        """{"rendered": (rows,2,C,4H,4W)}: rendered at four times the size, beside bicubic upscaling
+        of what is rendered at the model's own."""
+        (H, W), g = self.encoder.img_size, torch.Generator().manual_seed(0)
+        noise = mask_noise("random", len(images), self.encoder.grid, generator=g).to(images.device)
+        native, large = (self.render(images, (n * H, n * W), noise) for n in (1, 4))
+        upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")
+        return {"rendered": torch.stack([large, upscaled], dim=1)}     # (rows, 2, C, 4H, 4W)

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossMAE
+from crossmae import CrossMAE, decoder_attention
 from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
@@ -717,41 +717,22 @@ def eval_noise(kind, ids, grid):
 
 
 def repaint(model, pictures, ids, kind="random", mask_ratio=None, leak_free=False):
-    """Pictures (b,C,H,W), uint8, in 0 ... 1, painted by the model, and where they were hidden."""
+    """Pictures (b,C,H,W), uint8, in 0 ... 1; painted by the model where they are hidden; where that
+    is; and painted as a whole, for methods that render."""
     noise = eval_noise(kind, ids, model.encoder.grid).to(pictures.device)
-    painted, mask = model.reconstruct(normalize(pictures, model), noise, mask_ratio, leak_free)
-    return pictures / 255, denormalize(painted, model), model.encoder.pixels_of(mask)
+    images, size = normalize(pictures, model), model.encoder.img_size
+    painted, mask = model.reconstruct(images, noise, mask_ratio, leak_free)
+    whole = [model.render(images, size, noise, mask_ratio)] if hasattr(model, "render") else []
+    return pictures / 255, denormalize(painted, model), model.encoder.pixels_of(mask), *(
+        denormalize(x, model) for x in whole)
 
 
 def save_picture(columns, path):
     """Write columns [(rows,C,H,W)], 0 ... 1, as a picture; small ones enlarged to 128 pixels."""
     zoom = max(1, 128 // max(columns[0].shape[2:]))
     cells = torch.stack([F.interpolate(x, columns[0].shape[2:]) for x in columns], dim=1)
-    cells = cells.flatten(0, 1)
-    cells = cells.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    cells = cells.flatten(0, 1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
-
-
-@torch.no_grad()
-def evaluate_psnr(model, val, args, procs, picture=None, **how):
-    """Mean PSNR over the pictures of val, in dB, pixels in 0 ... 1: of the hidden pixels, of the
-    whole image (visible pixels copied) and, to compare, of hidden pixels that are filled with the
-    visible ones' mean colour. `picture` gets 8 rows: original, masked, reconstruction; `how`:
-    kind, mask_ratio and leak_free of repaint."""
-    model.eval()
-    sums, count = {name: 0 for name in ("psnr_hidden", "psnr_image", "psnr_mean_colour")}, 0
-    for ids, pictures, _ in val_batches(val, args, procs, model.encoder.img_size, args.eval_images):
-        truth, painted, hidden = repaint(model, pictures, ids, **how)
-        share = hidden.mean((1, 2, 3))                                 # (b,)
-        colour = (truth * (1 - hidden)).sum((2, 3), True) / (1 - hidden).sum((2, 3), True)
-        whole = (truth - painted).square().mean((1, 2, 3))             # (b,)
-        fill = ((truth - colour) * hidden).square().mean((1, 2, 3))    # (b,)
-        for name, error in zip(sums, (whole / share, whole, fill / share)):
-            sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
-        if picture and procs.rank == 0 and count == 0:
-            save_picture([x[:8] for x in (truth, shade(truth, hidden), painted)], picture)
-        count += len(ids)
-    return mean_over_processes(sums, count, procs)
 
 
 def shade(pictures, hidden):
@@ -759,10 +740,37 @@ def shade(pictures, hidden):
     return pictures * (1 - hidden) + hidden / 2
 
 
+@torch.no_grad()
+def evaluate_psnr(model, val, args, procs, picture=None, **how):
+    """Mean PSNR over the pictures of val, in dB, pixels in 0 ... 1: of the hidden pixels, of the
+    whole image (visible pixels copied), to compare, of hidden pixels that are filled with the
+    visible ones' mean colour, and, by methods that render, of the whole image rendered. `picture`
+    gets 8 rows: original, masked, what was predicted, both; `how`: repaint's last arguments."""
+    model.eval()
+    sums, count = {}, 0
+    for ids, pictures, _ in val_batches(val, args, procs, model.encoder.img_size, args.eval_images):
+        truth, painted, hidden, *rendered = repaint(model, pictures, ids, **how)
+        share = hidden.mean((1, 2, 3))                                 # (b,)
+        colour = (truth * (1 - hidden)).sum((2, 3), True) / (1 - hidden).sum((2, 3), True)
+        errors = dict(hidden=(truth - painted) / share.sqrt().view(-1, 1, 1, 1),
+                      image=truth - painted,
+                      mean_colour=(truth - colour) * hidden / share.sqrt().view(-1, 1, 1, 1),
+                      **{"rendered": truth - x for x in rendered})
+        for name, error in errors.items():
+            error = error.square().mean((1, 2, 3)).clamp(min=1e-10)    # (b,)
+            sums[f"psnr_{name}"] = sums.get(f"psnr_{name}", 0) - 10 * error.log10().sum()
+        if picture and procs.rank == 0 and count == 0:
+            columns = truth, shade(truth, hidden), shade(painted, 1 - hidden), painted
+            save_picture([x[:8] for x in columns], picture)
+        count += len(ids)
+    return mean_over_processes(sums, count, procs)
+
+
 def as_table(rows):
-    """Rows, dicts with the same keys, as a text of aligned columns."""
-    rows = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row] for row in
-            ([*rows[0]], *(row.values() for row in rows))]
+    """Rows, dicts, as a text of aligned columns."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    rows = [[*names], *([row.get(name, "") for name in names] for row in rows)]
+    rows = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
@@ -772,31 +780,40 @@ def compare(args):
     """`--eval FILE ...`: PSNR of checkpoints at several mask ratios, on the same pictures under the
     same masks, and what each method measures and draws of itself; returns the rows of the table."""
     procs, rows, columns, notes = start_processes(args.device), [], [], []
+    alone = SimpleNamespace(rank=0, world=1, device=procs.device)
     for path in args.eval:
         model, flags = load(path).to(procs.device), read(path)["flags"]
         args.data = args.data or flags["data"]
-        train, val, _ = open_data(args.data, model.encoder.img_size, procs.device)
+        img_size, how = model.encoder.img_size, dict(kind=args.mask, leak_free=args.leak_free)
+        train, val, _ = open_data(args.data, img_size, procs.device)
         for ratio in args.mask_ratios:
-            how = dict(kind=args.mask, mask_ratio=ratio, leak_free=args.leak_free)
-            psnr = evaluate_psnr(model, val, args, procs, **how)
+            psnr = evaluate_psnr(model, val, args, procs, mask_ratio=ratio, **how)
             rows.append({"checkpoint": path, "method": flags["method"],
                          "M parameters": millions(model), "mask_ratio": ratio, **psnr})
+        if len(args.mask_ratios) > 1:
+            first, last = rows[-len(args.mask_ratios)], rows[-1]
+            notes.append(f"{path}: {first['psnr_hidden'] - last['psnr_hidden']:.2f} dB of hidden "
+                         f"pixels lost from {first['mask_ratio']} to {last['mask_ratio']}")
         if getattr(model, "norm_pix_loss", False) and not args.leak_free:
             notes.append(f"{path}: with norm_pix_loss, true mean and variance of hidden patches")
-        alone = SimpleNamespace(rank=0, world=1, device=procs.device)
-        ids, pictures, _ = next(iter(val_batches(val, args, alone, model.encoder.img_size, 8)))
-        truth, painted, hidden = repaint(model, pictures, ids, args.mask)
+        if procs.rank > 0:                                 # pictures and measures are the first's
+            continue
+        ids, pictures, _ = next(iter(val_batches(val, args, alone, img_size, 8)))
+        truth, painted, hidden, *_ = repaint(model, pictures, ids, **how)
         columns += [*([] if columns else [truth, shade(truth, hidden)]), painted]
-        if procs.rank == 0 and hasattr(model, "figures"):
-            for name, cells in model.figures(normalize(pictures, model)).items():
-                file = Path(path).with_name(f"{name}.png")
-                save_picture(denormalize(cells, model).unbind(1), file)
-                notes.append(f"see     {file}")
-        if procs.rank == 0 and hasattr(model, "measures"):
+        images = normalize(pictures, model)
+        for name, cells in model.figures(images).items() if hasattr(model, "figures") else ():
+            file = Path(path).with_name(f"{name}.png")
+            save_picture(denormalize(cells, model).unbind(1), file)
+            notes.append(f"see     {file}")
+        if isinstance(model, MAE):
+            notes += [f"{path}: what hidden tokens of the decoder attend to",
+                      as_table(decoder_attention(model, images))]
+        if hasattr(model, "measures"):
             parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
-                part, args, alone, model.encoder.img_size, args.eval_images)])
-                for part in (train, val)]
-            notes.append(f"{path}:\n{as_table(model.measures(*parts))}")
+                part, args, alone, img_size, args.eval_images)]) for part in (train, val)]
+            notes += [f"{path}: the subordinate image, and R^2 of linear maps to the teacher's "
+                      f"latents", as_table(model.measures(*parts))]
     if procs.rank == 0:
         print(f"PSNR, dB, mean over {min(args.eval_images, len(val.labels))} of {args.data}")
         print(as_table(rows), *notes, sep="\n")
@@ -891,7 +908,7 @@ def run(args, values):
               lambda: evaluate_psnr(model, val, args, procs, folder / "recon.png"),
               method=args.method, config=config)
     if procs.rank == 0:
-        print(f"see     {folder / 'recon.png'}: original, masked, reconstruction")
+        print(f"see     {folder / 'recon.png'}: original, masked, what was predicted, both")
         if getattr(model, "norm_pix_loss", False):
             print("        norm_pix_loss: each hidden patch was given its true mean and variance; "
                   "reconstruct(..., leak_free=True) does without")

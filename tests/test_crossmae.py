@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from crossmae import CrossMAE
+import train
+from crossmae import CrossMAE, decoder_attention
 from tests.conftest import ROOT
 from tests.golden import load, replay
 from tests.test_methods import build, images_and_noise
@@ -182,3 +183,71 @@ def test_defaults_are_the_papers():
     model = CrossMAE(dim=8, depth=1, heads=1)
     assert len(model.decoder_blocks) == 12 and model.mask_token.shape[2] == 512
     assert model.decoder_blocks[0].cross_attn.heads == 16 and model.prediction_ratio == 0.75
+
+
+@pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=False), dict(feature_maps="last"),
+                                     dict(self_attention=True, decoder_depth=3)])
+def test_contributions_add_up(options):
+    """Appendix D: mask token and positions, then each block, sum to the prediction."""
+    model, (images, noise) = build("crossmae", **options), images_and_noise()
+    torch.nn.init.normal_(model.decoder_norm.bias)
+    torch.nn.init.normal_(model.decoder_norm.weight)
+    parts, ids_keep, ids_mask, _ = model.contributions(images, noise)
+    assert len(parts) == 1 + len(model.decoder_blocks)
+    whole = model.decode(model.encode(images, ids_keep), ids_mask)
+    assert torch.allclose(parts.sum(0), whole, atol=1e-5)
+    assert all(part.abs().mean() > 1e-4 for part in parts)
+    figures = model.figures(images)
+    assert figures["contributions"].shape == (3, 2 + len(parts), 3, 16, 24)
+    last, mask = figures["contributions"][:, -1], None
+    visible = figures["contributions"][:, 0] != 0
+    assert torch.equal(last[visible], images[visible])
+    assert ("map_weights" in figures) == (options != dict(feature_maps="last"))
+
+
+def test_the_pictures_end_in_the_reconstruction():
+    for norm_pix_loss in (True, False):
+        model, (images, _) = build("crossmae", norm_pix_loss=norm_pix_loss), images_and_noise()
+        last = model.figures(images)["contributions"][:, -1]
+        noise = mask_noise("random", 3, (4, 6), generator=torch.Generator().manual_seed(0))
+        assert torch.allclose(last, model.reconstruct(images, noise)[0], atol=1e-5)
+
+
+def test_heat_map():
+    """Largest weight white or black, 0 grey, a row a decoder block."""
+    model, (images, _) = build("crossmae"), images_and_noise()
+    with torch.no_grad():
+        model.wfm["linear"].weight.copy_(torch.tensor([[0.0, 1.0, -2.0], [2.0, 0.5, 0.0]]))
+    heat = model.figures(images)["map_weights"]
+    seen = train.denormalize(heat[0], model)[0]
+    wanted = torch.tensor([[0.5, 0.75, 0.0], [1.0, 0.625, 0.5]])
+    assert heat.shape == (1, 1, 3, 2, 3) and torch.allclose(seen[0], wanted, atol=1e-6)
+
+
+def test_attention_of_an_mae(capsys):
+    """Written out for one block; attention of a row sums to the number of heads (Table 6); uniform
+    attention gives the share of the visible tokens."""
+    mae, (images, noise) = build("mae", decoder_depth=3), images_and_noise()
+    rows = decoder_attention(mae, images, noise)
+    assert [row["block"] for row in rows] == [0, 1, 2, "sum"]
+    for row in rows[:3]:                                   # 7 visible with [CLS], 18 hidden
+        assert 7 * row["visible"] + 18 * row["hidden"] == pytest.approx(2, abs=1e-5)
+        assert 0.5 * 7 * row["visible"] == pytest.approx(row["share of visible"], abs=1e-6)
+    assert rows[3]["visible"] == pytest.approx(sum(row["visible"] for row in rows[:3]))
+    assert all(not block._forward_pre_hooks for block in mae.decoder_blocks)
+
+    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, 0.75)
+    x = mae.decoder_embed(mae.encode(images, ids_keep))
+    pos = mae.decoder_pos_embed[0]
+    x = torch.cat([x + pos[torch.cat([torch.zeros(3, 1).long(), ids_keep + 1], 1)],
+                   mae.mask_token + pos[ids_mask + 1]], dim=1)
+    attn, heads = mae.decoder_blocks[0].attn, []
+    q, k, _ = attn.qkv(mae.decoder_blocks[0].norm1(x)).chunk(3, dim=-1)
+    for q, k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1)):
+        heads.append((q @ k.transpose(1, 2) / 8 ** 0.5).softmax(-1))
+    wanted = sum(head[:, 7:, :7].mean() for head in heads)
+    assert rows[0]["visible"] == pytest.approx(wanted.item(), abs=1e-6)
+
+    for block in mae.decoder_blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight)
+    assert decoder_attention(mae, images, noise)[3]["share of visible"] == pytest.approx(7 / 25)

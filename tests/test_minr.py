@@ -199,3 +199,15 @@ def test_defaults_are_the_papers():
     recipe = MINR.recipe
     assert (recipe["optimizer"], recipe["lr"], recipe["schedule"]) == ("adam", 1e-4, "constant")
     assert recipe["batch_size"] == 32 and MINR.mean == (0.0, 0.0, 0.0)
+
+
+def test_figure():
+    """Four times the size, beside bicubic upscaling of the same mask's native rendering."""
+    model, (images, _) = build("minr"), images_and_noise()
+    rendered = model.figures(images)["rendered"]
+    assert rendered.shape == (3, 2, 3, 64, 96)
+    noise = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0)).flatten(1)
+    assert torch.allclose(rendered[:, 0], model.render(images, (64, 96), noise), atol=1e-6)
+    native = model.render(images, (16, 24), noise)
+    smooth = F.interpolate(rendered[:, 1], (16, 24), mode="area")
+    assert (smooth - native).abs().mean() < 0.1 * native.std()
