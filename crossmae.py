@@ -97,7 +97,7 @@ class CrossMAE(nn.Module):
         decoder_dim: width of the decoder
         decoder_depth: blocks of the decoder (Table 3e)
         decoder_heads: attention heads of the decoder
-        feature_maps: that are mixed: all, last or encoder blocks from 0, as in 3,7,11 (Table 3d)
+        feature_maps: maps that are mixed: all, last or blocks from 0, as in 3,7,11 (Table 3d)
         include_input: mix the first block's input too (on, unless feature_maps is last)
         self_attention: among the predicted patches, before cross-attention (Table 3a)
         softmax_weights: mixing weights that are positive and add up to 1 (Table 8)
@@ -195,11 +195,12 @@ class CrossMAE(nn.Module):
 
     def subset(self, noise, ids_keep, ids_mask):
         """The patches of ids_mask (B,L-K) that are predicted, (B,M), a uniform choice whatever the
-        mask's pattern: those of the highest fraction of noise (B,L). Where the whole part is that
-        of the last visible patch, being hidden means a fraction above its: that is made up for."""
+        mask's pattern: those of the highest fraction of noise (B,L). If the pattern cuts through
+        patches of one whole part, say 1.2 is visible and 1.3 is hidden, those left have fractions
+        above 0.2, not above 0, and would be predicted too often: they are stretched to 0 ... 1."""
         last, noise = noise.gather(1, ids_keep[:, -1:]), noise.gather(1, ids_mask)
-        made_up = (noise - last) / (1 - last % 1)
-        rank = torch.where(noise.floor() == last.floor(), made_up, noise % 1)
+        stretched = (noise - last) / (1 - last % 1)
+        rank = torch.where(noise.floor() == last.floor(), stretched, noise % 1)
         return ids_mask.gather(1, rank.argsort(dim=1, stable=True)[:, self.skipped:])
 
     def forward(self, images, noise=None):
@@ -209,6 +210,7 @@ class CrossMAE(nn.Module):
         mask for noise has its last hidden patches predicted, in raster order."""
         if noise is None:
             noise = torch.rand(len(images), self.encoder.num_patches, device=images.device)
+        noise = noise.float()
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = self.subset(noise, ids_keep, ids_mask)                   # (B, M)
         pred = self.decode(self.encode(images, ids_keep), ids).float()  # (B, M, p*p*C)

@@ -43,7 +43,8 @@ class IMAE(nn.Module):
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
-        teacher: None, or dim, depth and heads of a frozen MAE's encoder, a dict
+        teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder; its weights are to be
+            loaded into model.teacher, as train.py does
         mask_ratio: share of the patches that is hidden
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder
@@ -112,7 +113,10 @@ class IMAE(nn.Module):
 
     def mixture(self, images, partners, mix):
         """mix: a number or (B,) -> the mixture, and (images, partners) as (subordinate, dominant);
-        all (B,C,H,W)."""
+        all (B,C,H,W). ValueError if partners are not like images."""
+        if partners.shape != images.shape:
+            raise ValueError(f"partners of shape {tuple(partners.shape)} for images of "
+                             f"{tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         first = a <= 0.5                                               # is the subordinate one
         pair = torch.where(first, images, partners), torch.where(first, partners, images)
@@ -152,7 +156,7 @@ class IMAE(nn.Module):
         target = self.encoder.targets(torch.cat(pair[:n]), hide, self.norm_pix_loss)
         recon = (pred - target).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) a branch
         distill = torch.zeros_like(recon[0])
-        if self.distill_weight > 0:                                    # both terms of distill()
+        if self.distill_weight > 0:                                    # both terms of distill(...)
             w = self.teach(torch.cat(pair[:n]), keep)                  # (nB, 1+K, E)
             distill = n * (torch.cat(zs).float() - w.float()).square().mean()
         loss = recon.sum() + self.distill_weight * distill
@@ -206,6 +210,8 @@ class IMAE(nn.Module):
     def figures(self, images):
         """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as Figures 6 and 7: a
         row a weight; mixture, masked, subordinate prediction, with visible patches, targets."""
+        if len(images) < 2:
+            return {}
         x1, x2, rows = images[:1], images[1:2], []
         for a in MIXES:
             (painted, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))

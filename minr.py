@@ -60,7 +60,7 @@ class MINR(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
         mask_ratio: share of the patches that is hidden
         hypernetwork: ginr, one layer of the image's own, or transinr, all modulated
-        modulated_layers: that are the image's own, from 0, as in 0,1 (ginr: 1, transinr: all)
+        modulated_layers: layers of the image's own, from 0, as in 0,1 (ginr: 1, transinr: all)
         mlp_depth: layers of the MLP
         hidden_dim: width of the MLP
         groups: weight tokens a layer, at most its outputs; ginr: its rank, transinr: they repeat
@@ -102,6 +102,8 @@ class MINR(nn.Module):
                 raise ValueError(f"{name} {value} is less than 1")
         if modulated_layers is None:
             modulated_layers = (1,) if hypernetwork == "ginr" else range(mlp_depth)
+        if isinstance(modulated_layers, int):
+            modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
         if not modulated or not all(isinstance(i, int) and 0 <= i < mlp_depth for i in modulated):
             raise ValueError(f"modulated_layers {modulated_layers} are not layers from 0 to "
@@ -116,7 +118,7 @@ class MINR(nn.Module):
         widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
         self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # painting is blind to scale
+        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # columns get norm 1
             g = self.groups.get(i)
             if g and hypernetwork == "transinr" and b % g:
                 raise ValueError(f"groups {groups} do not divide the {b} outputs of layer {i}")
@@ -205,7 +207,10 @@ class MINR(nn.Module):
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
         """What is seen of images (B,C,H,W), painted at any size, an int or (H',W'): (B,C,H',W')."""
-        return self.paint(images, pair(size), noise, mask_ratio)[0]
+        sides = pair(size) if isinstance(size, (int, tuple, list)) else (size,)
+        if not all(isinstance(n, int) and n > 0 for n in sides):
+            raise ValueError(f"size {size} is not one or two whole numbers above 0")
+        return self.paint(images, sides, noise, mask_ratio)[0]
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):

@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
             how = (dict(action=argparse.BooleanOptionalAction) if kind is bool else
                    dict(type=kind if kind in (int, float) else numbers))
             option(f"--{name}", default=argparse.SUPPRESS, **how,
-                   help=f"{words} ({default})".replace("%", "%%"))
+                   help=(words + f" ({default})" * (default is not None)).replace("%", "%%"))
 
     def run(self, run, argv):
         """run(args) of the words `argv`; what makes no sense, a ValueError, ends in one line."""
@@ -152,6 +152,13 @@ class Parser(argparse.ArgumentParser):
                 f": it belongs to {' and '.join(owners)}" if owners else
                 f": did you mean --{near[0]}?" if near else ""))
         try:
+            for name, value in vars(args).items():
+                if name in LEAST and value is not None and not value >= LEAST[name]:
+                    raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
+                if name in SHARES and value is not None and not 0 <= value <= 1:
+                    raise ValueError(f"--{name} {value} is not between 0 and 1")
+                if name in WORDS and value not in WORDS[name]:
+                    raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
             return run(args)
         except ValueError as error:
             self.error(error)
@@ -161,26 +168,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def settle(args, values):
-    """Fill in what was not given from `values`, where lr sets blr aside, and check the numbers.
-    Returns the line that says what was filled in."""
+    """Fill in what was not given from `values`, where lr sets blr aside. Returns the line that says
+    what was filled in."""
     rate = vars(args).keys() & {"lr", "blr"} or values.keys() & {"lr"} or {"blr"}
     if len(rate) == 2:
         raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
     aside = vars(args).keys() | {"lr", "blr"} - rate
     values = {name: value for name, value in values.items() if name not in aside}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
-    for name, value in vars(args).items():
-        if name in LEAST and value is not None and not value >= LEAST[name]:
-            raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
-        if name in SHARES and value is not None and not 0 <= value <= 1:
-            raise ValueError(f"--{name} {value} is not between 0 and 1")
-        if name in WORDS and value not in WORDS[name]:
-            raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
     if not isinstance(args.betas, tuple) or len(args.betas) != 2:
         raise ValueError(f"--betas {args.betas} are not two numbers, as in 0.9,0.95")
     if 0 < args.epochs < args.warmup_epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
-    return "recipe  " + ", ".join(f"{name} {value}" for name, value in values.items())
+    return "recipe  " + ", ".join(f"{name} {value}" for name, value in values.items()
+                                  if value is not None)
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -498,8 +499,8 @@ def read_sizes(path, heads=None):
             raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
         heads = heads or next((s["heads"] for s in SIZES.values() if s["dim"] == dim), None)
         if not heads:
-            raise ValueError(f"{path} does not say its number of heads and no size is {dim} wide: "
-                             f"finetune.py takes --heads")
+            raise ValueError(f"{path} does not say its number of heads: give --heads (finetune.py "
+                             f"has it), as no size here is {dim} wide")
         depth = len({k.split(".")[2] for k in state if k.startswith("encoder.blocks.")})
         config = dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
                       in_chans=in_chans, dim=dim, depth=depth, heads=heads)
@@ -605,10 +606,12 @@ def open_run(args, procs, content, model, optimizer, scaler):
     if args.resume and last.exists():
         saved = read(last)
         flags, history = saved["flags"], saved["history"]
-        for name in ("method", "config"):
-            if saved[name] != content[name]:
-                raise ValueError(f"{folder} cannot be resumed: its {name} is {saved[name]}, not "
-                                 f"{content[name]}")
+        was, now = ({"teacher": None, "method": c["method"], **c["config"]}
+                    for c in (saved, content))
+        other = [f"{name} {value}, not {now.get(name)}" for name, value in was.items()
+                 if value != now.get(name)]
+        if other:
+            raise ValueError(f"{folder} cannot be resumed: it has {'; '.join(other)}")
         if flags["optimizer"] != args.optimizer:
             raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
                              f"has {flags['optimizer']}")
@@ -792,8 +795,8 @@ def compare(args):
                          "M parameters": millions(model), "mask_ratio": ratio, **psnr})
         if len(args.mask_ratios) > 1:
             first, last = rows[-len(args.mask_ratios)], rows[-1]
-            notes.append(f"{path}: {first['psnr_hidden'] - last['psnr_hidden']:.2f} dB of hidden "
-                         f"pixels lost from {first['mask_ratio']} to {last['mask_ratio']}")
+            notes.append(f"{path}: {last['psnr_hidden'] - first['psnr_hidden']:+.2f} dB for hidden "
+                         f"pixels from {first['mask_ratio']} to {last['mask_ratio']}")
         if getattr(model, "norm_pix_loss", False) and not args.leak_free:
             notes.append(f"{path}: with norm_pix_loss, true mean and variance of hidden patches")
         if procs.rank > 0:                                 # pictures and measures are the first's
@@ -809,16 +812,18 @@ def compare(args):
         if isinstance(model, MAE):
             notes += [f"{path}: what hidden tokens of the decoder attend to",
                       as_table(decoder_attention(model, images))]
-        if hasattr(model, "measures"):
+        if hasattr(model, "measures") and min(args.eval_images, len(val.labels)) >= 10:
             parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
                 part, args, alone, img_size, args.eval_images)]) for part in (train, val)]
-            notes += [f"{path}: the subordinate image, and R^2 of linear maps to the teacher's "
-                      f"latents", as_table(model.measures(*parts))]
+            notes += [f"{path}: dB of hidden pixels of the subordinate image and, with a teacher, "
+                      f"R^2 of linear maps to its latents, fitted on {len(parts[0])} pictures",
+                      as_table(model.measures(*parts))]
     if procs.rank == 0:
         print(f"PSNR, dB, mean over {min(args.eval_images, len(val.labels))} of {args.data}")
         print(as_table(rows), *notes, sep="\n")
         save_picture(columns, picture := Path(args.eval[0]).with_name("eval.png"))
-        print(f"see     {picture}: original, masked, then a column a checkpoint")
+        print(f"see     {picture}: original, masked, then a column a checkpoint, each at the mask "
+              f"ratio of its training")
     return rows
 
 
@@ -883,6 +888,9 @@ def run(args, values):
     model = cls(**config)
     if weights:
         model.teacher.load_state_dict(weights)
+        notes = [f"teacher {args.teacher}: {config['teacher']}, weight {model.distill_weight}"]
+    if pairs:
+        notes += [f"pairs   same_class {args.same_class}, mix {args.mix} (None: any)"]
     model.to(procs.device)
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256 * model.lr_scale
@@ -923,10 +931,11 @@ def main(argv=None):
     parser = Parser("train.py", "Pretrain a masked autoencoder.", "method", METHODS)
     option = parser.add_argument
     option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
-    option("--mask", choices=("random", "grid", "block"), default="random")
+    option("--mask", choices=("random", "grid", "block"), default="random", help="pattern (random)")
     args = parser.parse_known_args(argv)[0]
     if args.eval:
-        option("--mask_ratios", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9])
+        option("--mask_ratios", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9],
+               help="at which PSNR is taken (0.5 0.6 0.7 0.75 0.8 0.9)")
         option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
         parser.add_data_options()
         return parser.run(compare, argv)

@@ -205,6 +205,13 @@ def test_figure():
     assert torch.equal(rows[0, 3][hidden], rows[0, 2][hidden])
 
 
+def test_wrong_inputs():
+    model, (images, noise) = build("imae"), images_and_noise()
+    with pytest.raises(ValueError, match="partners of shape"):
+        model(images, noise, images[:1], 0.3)
+    assert model.figures(images[:1]) == {}
+
+
 @pytest.mark.parametrize("options, words", [
     (dict(branches=3), "branches 3"), (dict(beta=0.0), "beta 0.0"),
     (dict(distill_weight=1.0), "distill_weight 1.0 needs a teacher"),

@@ -201,6 +201,12 @@ def test_defaults_are_the_papers():
     assert recipe["batch_size"] == 32 and MINR.mean == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("size", [0, -3, 2.5, (4, 0)])
+def test_impossible_size(size):
+    with pytest.raises(ValueError, match="whole numbers above 0"):
+        build("minr").render(images_and_noise()[0], size)
+
+
 def test_figure():
     """Four times the size, beside bicubic upscaling of the same mask's native rendering."""
     model, (images, _) = build("minr"), images_and_noise()

@@ -409,7 +409,7 @@ def test_resume_needs_the_same_model(pretrain, folder, refused):
     refused(
         train.main,
         ["--data", folder, *TINY, *DECODER, "--resume", "--depth", "1"],
-        "runs/mae cannot be resumed: its config is",
+        "runs/mae cannot be resumed: it has depth 2, not 1",
     )
 
 
@@ -701,6 +701,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys, refused):
     assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
     refused(train.main, ["--eval", "runs/mae/last.pt", "--mask_ratios", "1.5"], "mask_ratio 1.5")
     refused(train.main, ["--eval", "gone.pt"], "no checkpoint gone.pt")
+    refused(train.main, ["--eval", "runs/mae/last.pt", "--eval_images", "0"], "less than 1")
     refused(train.main, ["--eval", "runs/mae/last.pt", "--epochs", "3"], "argument --epochs")
 
 
@@ -731,6 +732,8 @@ def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
     pretrain()
     pretrain("--method", "imae", "--teacher", "runs/mae/last.pt", name="imae")
     capsys.readouterr()
+    train.main(["--eval", "runs/imae/last.pt", "--mask_ratios", "0.75", "--eval_images", "1"])
+    assert "branch subordinate" not in capsys.readouterr().out         # too few to fit anything
     train.main(["--eval", "runs/imae/last.pt", "--mask_ratios", "0.75"])
     said = capsys.readouterr().out
     assert "branch subordinate" in said and said.count("\n0.") == 6
