@@ -262,16 +262,16 @@ class CrossMAE(nn.Module):
         g = torch.Generator().manual_seed(0)
         noise = mask_noise("random", len(images), self.encoder.grid, generator=g)
         parts, ids_keep, ids_mask, mask = self.contributions(images, noise.to(images.device))
-        mean = 0.0
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
-            parts = parts * std
+            parts = parts * std                                        # of the true patches
+            parts[0] += mean
 
         def paint(canvas, patches):
             return self.encoder.paint(canvas, patches, ids_keep, ids_mask)
         empty = torch.zeros_like(images)
         cells = [images * (1 - self.encoder.pixels_of(mask)), *(paint(empty, p) for p in parts),
-                 paint(images, parts.sum(0) + mean)]                   # 2 + 1 + decoder depth
+                 paint(images, parts.sum(0))]                          # 2 + 1 + decoder depth
         figures = {"contributions": torch.stack(cells, dim=1)}
         if self.mixes:
             W = self.map_weights()                                     # (decoder depth, n)
@@ -284,7 +284,7 @@ class CrossMAE(nn.Module):
 def decoder_attention(mae, images, noise=None):
     """The observation of Sec. 1: how much hidden tokens of an MAE's decoder attend to visible
     tokens, class token included, and to hidden ones. A row a block and one for their sum: the mean
-    over pairs of tokens, summed over heads (Table 6), and the plain share of the visible."""
+    over pairs of tokens, summed over heads (Table 6), and the plain share of the visible (mean)."""
     ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, mae.mask_ratio)
     inputs, rows, K = [], [], 1 + ids_keep.shape[1]
     hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))

@@ -750,7 +750,8 @@ def evaluate_psnr(model, val, args, procs, picture=None, **how):
     visible ones' mean colour, and, by methods that render, of the whole image rendered. `picture`
     gets 8 rows: original, masked, what was predicted, both; `how`: repaint's last arguments."""
     model.eval()
-    sums, count = {}, 0
+    names = ["hidden", "image", "mean_colour", *["rendered"] * hasattr(model, "render")]
+    sums, count = {f"psnr_{name}": 0.0 for name in names}, 0
     for ids, pictures, _ in val_batches(val, args, procs, model.encoder.img_size, args.eval_images):
         truth, painted, hidden, *rendered = repaint(model, pictures, ids, **how)
         share = hidden.mean((1, 2, 3))                                 # (b,)
@@ -761,7 +762,7 @@ def evaluate_psnr(model, val, args, procs, picture=None, **how):
                       **{"rendered": truth - x for x in rendered})
         for name, error in errors.items():
             error = error.square().mean((1, 2, 3)).clamp(min=1e-10)    # (b,)
-            sums[f"psnr_{name}"] = sums.get(f"psnr_{name}", 0) - 10 * error.log10().sum()
+            sums[f"psnr_{name}"] -= 10 * error.log10().sum().item()
         if picture and procs.rank == 0 and count == 0:
             columns = truth, shade(truth, hidden), shade(painted, 1 - hidden), painted
             save_picture([x[:8] for x in columns], picture)
@@ -781,8 +782,10 @@ def as_table(rows):
 @torch.no_grad()
 def compare(args):
     """`--eval FILE ...`: PSNR of checkpoints at several mask ratios, on the same pictures under the
-    same masks, and what each method measures and draws of itself; returns the rows of the table."""
+    same masks, and what each method measures and draws of itself (under a random mask of its own,
+    with true means and variances for norm_pix_loss); returns the rows of the table."""
     procs, rows, columns, notes = start_processes(args.device), [], [], []
+    shown = None                                           # the mask ratio of the picture
     alone = SimpleNamespace(rank=0, world=1, device=procs.device)
     for path in args.eval:
         model, flags = load(path).to(procs.device), read(path)["flags"]
@@ -802,7 +805,8 @@ def compare(args):
         if procs.rank > 0:                                 # pictures and measures are the first's
             continue
         ids, pictures, _ = next(iter(val_batches(val, args, alone, img_size, 8)))
-        truth, painted, hidden, *_ = repaint(model, pictures, ids, **how)
+        shown = shown or model.mask_ratio
+        truth, painted, hidden, *_ = repaint(model, pictures, ids, mask_ratio=shown, **how)
         columns += [*([] if columns else [truth, shade(truth, hidden)]), painted]
         images = normalize(pictures, model)
         for name, cells in model.figures(images).items() if hasattr(model, "figures") else ():
@@ -810,8 +814,11 @@ def compare(args):
             save_picture(denormalize(cells, model).unbind(1), file)
             notes.append(f"see     {file}")
         if isinstance(model, MAE):
-            notes += [f"{path}: what hidden tokens of the decoder attend to",
-                      as_table(decoder_attention(model, images))]
+            ids, pictures, _ = next(iter(val_batches(val, args, alone, img_size, 250)))
+            noise = eval_noise(args.mask, ids, model.encoder.grid).to(procs.device)
+            attention = decoder_attention(model, normalize(pictures, model), noise)
+            notes += [f"{path}: attention of the decoder's hidden tokens, mean of {len(ids)} "
+                      f"pictures", as_table(attention)]
         if hasattr(model, "measures") and min(args.eval_images, len(val.labels)) >= 10:
             parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
                 part, args, alone, img_size, args.eval_images)]) for part in (train, val)]
@@ -822,8 +829,7 @@ def compare(args):
         print(f"PSNR, dB, mean over {min(args.eval_images, len(val.labels))} of {args.data}")
         print(as_table(rows), *notes, sep="\n")
         save_picture(columns, picture := Path(args.eval[0]).with_name("eval.png"))
-        print(f"see     {picture}: original, masked, then a column a checkpoint, each at the mask "
-              f"ratio of its training")
+        print(f"see     {picture}: original, masked ({shown}), then a column a checkpoint")
     return rows
 
 

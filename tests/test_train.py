@@ -723,6 +723,7 @@ def test_eval_by_two_processes(pretrain, folder, tmp_path):
     said = shell(
         "train.py", "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", processes=2, cwd=tmp_path
     ).stdout.splitlines()
+    shell("train.py", "--eval", "runs/mae/last.pt", "--eval_images", "1", processes=2, cwd=tmp_path)
     values = [float(x) for x in said[2].split()[-3:]]
     assert values == pytest.approx([one[k] for k in list(one)[-3:]], abs=0.006)
 
@@ -739,3 +740,25 @@ def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
     assert "branch subordinate" in said and said.count("\n0.") == 6
     with train.Image.open("runs/imae/unmix.png") as picture:
         assert picture.size == (6 * 130 + 2, 6 * 130 + 2)
+
+
+def test_eval_of_every_kind_of_figure(pretrain, capsys):
+    """CrossMAE's and MINR's pictures, MINR's rendering in the table, MAE's attention, the same
+    twice; one mask ratio for all columns."""
+    pretrain()
+    pretrain("--method", "crossmae", "--mask_ratio", "0.8", name="cross")
+    small = ["--hidden_dim", "8", "--groups", "4", "--ff_dim", "4"]
+    pretrain("--method", "minr", name="minr", own=small)
+    capsys.readouterr()
+    files = [f"runs/{name}/last.pt" for name in ("mae", "cross", "minr", "mae")]
+    rows = train.main(["--eval", *files, "--mask_ratios", "0.75"])
+    said = capsys.readouterr().out
+    assert [("psnr_rendered" in row) for row in rows] == [False, False, True, False]
+    tables = said.split("attention of the decoder's hidden tokens, mean of 11 pictures\n")[1:]
+    assert len(tables) == 2 and tables[0].splitlines()[:3] == tables[1].splitlines()[:3]
+    assert "masked (0.75)" in said
+    for name, size in (("cross/contributions", (4 * 130 + 2, 8 * 130 + 2)),
+                       ("minr/rendered", (2 * 130 + 2, 8 * 130 + 2))):
+        with train.Image.open(f"runs/{name}.png") as picture:
+            assert picture.size == size
+    assert Path("runs/cross/map_weights.png").exists()
