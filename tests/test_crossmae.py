@@ -199,7 +199,7 @@ def test_contributions_add_up(options):
     assert all(part.abs().mean() > 1e-4 for part in parts)
     figures = model.figures(images)
     assert figures["contributions"].shape == (3, 2 + len(parts), 3, 16, 24)
-    last, mask = figures["contributions"][:, -1], None
+    last = figures["contributions"][:, -1]
     visible = figures["contributions"][:, 0] != 0
     assert torch.equal(last[visible], images[visible])
     assert ("map_weights" in figures) == (options != dict(feature_maps="last"))
