@@ -182,8 +182,8 @@ class MINR(nn.Module):
             ids = torch.randperm(len(coords), device=images.device)[:n]
             coords, target, hidden = coords[ids], target[..., ids], hidden[:, ids]
         if self.training and self.coord_jitter:
-            pixel = 2 / torch.tensor(size, device=images.device)
-            coords = coords + (torch.rand_like(coords) - 0.5) * pixel
+            row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) in pixels
+            coords = coords + torch.stack([row * 2 / size[0], col * 2 / size[1]], dim=1)
         error = self.inr(coords, layers).float() - target.transpose(1, 2)  # (B, N, C)
         error = error.square().mean(2)                                 # (B, N)
         loss = (error.mean() if self.loss_on == "all" else

@@ -756,13 +756,11 @@ def evaluate_psnr(model, val, args, procs, picture=None, **how):
         truth, painted, hidden, *rendered = repaint(model, pictures, ids, **how)
         share = hidden.mean((1, 2, 3))                                 # (b,)
         colour = (truth * (1 - hidden)).sum((2, 3), True) / (1 - hidden).sum((2, 3), True)
-        errors = dict(hidden=(truth - painted) / share.sqrt().view(-1, 1, 1, 1),
-                      image=truth - painted,
-                      mean_colour=(truth - colour) * hidden / share.sqrt().view(-1, 1, 1, 1),
-                      **{"rendered": truth - x for x in rendered})
-        for name, error in errors.items():
-            error = error.square().mean((1, 2, 3)).clamp(min=1e-10)    # (b,)
-            sums[f"psnr_{name}"] -= 10 * error.log10().sum().item()
+        off, fill = truth - painted, (truth - colour) * hidden         # in the order of names:
+        errors = [(off, share), (off, 1), (fill, share), *((truth - x, 1) for x in rendered)]
+        for name, (error, part) in zip(sums, errors):
+            error = error.square().mean((1, 2, 3)) / part              # (b,) of the pixels in part
+            sums[name] -= 10 * error.clamp(min=1e-10).log10().sum().item()
         if picture and procs.rank == 0 and count == 0:
             columns = truth, shade(truth, hidden), shade(painted, 1 - hidden), painted
             save_picture([x[:8] for x in columns], picture)
@@ -784,6 +782,9 @@ def compare(args):
     """`--eval FILE ...`: PSNR of checkpoints at several mask ratios, on the same pictures under the
     same masks, and what each method measures and draws of itself (under a random mask of its own,
     with true means and variances for norm_pix_loss); returns the rows of the table."""
+    for name in ("size", "dim", "depth", "heads"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} does not go with --eval: the checkpoint decides")
     procs, rows, columns, notes = start_processes(args.device), [], [], []
     shown = None                                           # the mask ratio of the picture
     alone = SimpleNamespace(rank=0, world=1, device=procs.device)
@@ -896,7 +897,8 @@ def run(args, values):
         model.teacher.load_state_dict(weights)
         notes = [f"teacher {args.teacher}: {config['teacher']}, weight {model.distill_weight}"]
     if pairs:
-        notes += [f"pairs   same_class {args.same_class}, mix {args.mix} (None: any)"]
+        share, mix = ("any" if x is None else x for x in (args.same_class, args.mix))
+        notes += [f"pairs   share of one class: {share}, weight of the first image: {mix}"]
     model.to(procs.device)
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256 * model.lr_scale
@@ -915,7 +917,7 @@ def run(args, values):
             return images, noise[rows]
         mix = torch.distributions.Beta(model.beta, model.beta).sample()
         mix = mix if args.mix is None else torch.tensor(args.mix)      # of all images of a step
-        return images, noise[rows], *partners, mix.to(procs.device)
+        return images, noise[rows], *partners, mix.to(procs.device, non_blocking=True)
 
     row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay),
               Feed(train, args, procs, crop_transform(img_size, args) if stream else None), prepare,

@@ -702,6 +702,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys, refused):
     refused(train.main, ["--eval", "runs/mae/last.pt", "--mask_ratios", "1.5"], "mask_ratio 1.5")
     refused(train.main, ["--eval", "gone.pt"], "no checkpoint gone.pt")
     refused(train.main, ["--eval", "runs/mae/last.pt", "--eval_images", "0"], "less than 1")
+    refused(train.main, ["--eval", "runs/mae/last.pt", "--depth", "3"], "--depth", "the checkpoint")
     refused(train.main, ["--eval", "runs/mae/last.pt", "--epochs", "3"], "argument --epochs")
 
 
