@@ -289,7 +289,7 @@ def decoder_attention(mae, images, noise=None):
     inputs, rows, K = [], [], 1 + ids_keep.shape[1]
     hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
              for block in mae.decoder_blocks]
-    mae.decode(mae.encode(images, ids_keep), ids_keep, ids_mask)
+    mae.decode(mae.encode(images, ids_keep), ids_keep, ids_mask, ids_mask.shape[1])
     for i, (block, x, hook) in enumerate(zip(mae.decoder_blocks, inputs, hooks)):
         hook.remove()
         qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))

@@ -127,9 +127,10 @@ class HyperMAE(nn.Module):
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+K+n, D)
-        for block in [*blocks[own:], *self.feat2w_blocks]:
-            x = block(x)                                               # Sec. 2.2
-        return self.T @ self.proj(x[:, -n:])                           # (B, h, h) M = T Proj(W^4)
+        *blocks, final = [*blocks[own:], *self.feat2w_blocks]          # Sec. 2.2
+        for block in blocks:
+            x = block(x)                                               # (B, 1+K+n, D)
+        return self.T @ self.proj(final(x, n))                         # (B, h, h) M = T Proj(W^4)
 
     def inr(self, coords, M):
         """The PaCo-MLP: coordinates (B,N,2), or (N,2) for all images, and M (B,h,h) -> pixels

@@ -127,15 +127,17 @@ class IMAE(nn.Module):
         latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D)
         return [branch(latent) for branch in self.decoder_embed]
 
-    def decode(self, z, ids_keep, ids_mask):
-        """Latents z (B,1+K,E) -> predictions (B,L,p*p*C) in noise order, as mae.MAE.decode."""
+    def decode(self, z, ids_keep, ids_mask, last):
+        """Latents z (B,1+K,E) -> predictions (B,last,p*p*C) of the last so many patches in noise
+        order, as mae.MAE.decode."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
                        self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) what is hidden
-        for block in self.decoder_blocks:
+        *blocks, final = self.decoder_blocks
+        for block in blocks:
             x = block(x)                                               # (B, 1+L, E)
-        return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
+        return self.decoder_pred(self.decoder_norm(final(x, last)))    # (B, last, p*p*C)
 
     @torch.no_grad()
     def teach(self, images, ids_keep):
@@ -152,7 +154,7 @@ class IMAE(nn.Module):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         zs = self.encode(mixture, ids_keep)                            # (B, 1+K, E) a branch
         n, (keep, hide) = len(zs), (ids.repeat(len(zs), 1) for ids in (ids_keep, ids_mask))
-        pred = self.decode(torch.cat(zs), keep, hide)[:, keep.shape[1]:].float()  # (nB, M, p*p*C)
+        pred = self.decode(torch.cat(zs), keep, hide, hide.shape[1]).float()  # (nB, M, p*p*C)
         target = self.encoder.targets(torch.cat(pair[:n]), hide, self.norm_pix_loss)
         recon = (pred - target).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) a branch
         distill = torch.zeros_like(recon[0])
@@ -169,7 +171,7 @@ class IMAE(nn.Module):
         mixture, pair = self.mixture(images, partners, mix)
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
         order = torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1)  # (B, L)
-        pred = [take(self.decode(z, ids_keep, ids_mask), order)
+        pred = [take(self.decode(z, ids_keep, ids_mask, order.shape[1]), order)
                 for z in self.encode(mixture, ids_keep)]
         return pred, pair, mixture, ids_keep, mask
 

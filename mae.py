@@ -15,7 +15,8 @@ Where paper and released code differ, and what is done here:
   1. Paper and release un-shuffle the decoder's tokens to raster order (Sec. 3, "Simple
      implementation"). Attention does not see the order, positions do: here tokens stay in noise
      order, the visible first, so that the hidden ones are simply the last M.
-  2. Both embed all patches, then drop the hidden ones; here only the visible ones are embedded.
+  2. Both embed all patches, then drop the hidden ones; here only the visible ones are embedded,
+     and the last block and the head decode only the hidden ones, as the loss needs no others.
   3. Normalised targets (Sec. 3): the release takes the unbiased variance plus 1e-6, of which the
      paper says nothing. As released.
   4. K is L (1 - mask_ratio) truncated, as released.
@@ -85,29 +86,25 @@ class MAE(nn.Module):
         maps = torch.stack(self.encoder.layers(tokens), dim=-1)        # (B, 1+K, D, n)
         return self.encoder.norm(maps @ self.map_weights)              # (B, 1+K, D) CrossMAE eq. 1
 
-    def decode(self, z, ids_keep, ids_mask):
-        """Encoded tokens z (B,1+K,D) -> predictions (B,L,p*p*C) in noise order: the K visible
-        patches, then the M hidden ones."""
+    def decode(self, z, ids_keep, ids_mask, last):
+        """Encoded tokens z (B,1+K,D) -> predictions (B,last,p*p*C) of the last so many patches in
+        noise order: of L the K visible and then the M hidden ones, of M just these."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         z = self.decoder_embed(z)                                      # (B, 1+K, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
                        self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) what is hidden
-        for block in self.decoder_blocks:
+        *blocks, final = self.decoder_blocks
+        for block in blocks:
             x = block(x)                                               # (B, 1+L, E)
-        return self.decoder_pred(self.decoder_norm(x[:, 1:]))          # (B, L, p*p*C)
-
-    def run(self, images, noise, mask_ratio, exact=False):
-        """Mask, encode, decode -> (B,L,p*p*C) of decode, ids_keep, ids_mask, mask."""
-        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
-        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask)
-        return pred, ids_keep, ids_mask, mask
+        return self.decoder_pred(self.decoder_norm(final(x, last)))    # (B, last, p*p*C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
         scalar, and {"loss"}, detached: the mean squared error of the hidden patches."""
-        pred, ids_keep, ids_mask, _ = self.run(images, noise, self.mask_ratio)
-        pred = pred[:, ids_keep.shape[1]:].float()                     # (B, M, p*p*C)
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        z = self.encode(images, ids_keep)                              # (B, 1+K, D)
+        pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1]).float()  # (B, M, p*p*C)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)  # the same
         loss = (pred - target).square().mean()                         # each image hides M patches
         return loss, {"loss": loss.detach()}
@@ -115,8 +112,10 @@ class MAE(nn.Module):
     def predict(self, images, noise):
         """All patches (B,L,p*p*C) in raster order and in the space of the loss, which has trained
         the rows of the hidden ones only."""
-        pred, ids_keep, ids_mask, _ = self.run(images, noise, self.mask_ratio)
-        return take(pred, torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1))
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        order = torch.cat([ids_keep, ids_mask], dim=1)                 # (B, L)
+        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, order.shape[1])
+        return take(pred, order.argsort(dim=1))
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
@@ -126,7 +125,8 @@ class MAE(nn.Module):
         the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        pred, ids_keep, ids_mask, mask = self.run(images, noise, mask_ratio, exact=True)
-        pred = pred[:, ids_keep.shape[1]:]                             # (B, M, p*p*C)
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        z = self.encode(images, ids_keep)                              # (B, 1+K, D)
+        pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])   # (B, M, p*p*C)
         return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
                                   leak_free), mask

@@ -141,9 +141,10 @@ class MINR(nn.Module):
             tokens = self.encoder.embed(zeroed)                        # (B, L, D)
         x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D); or K
-        for block in self.encoder.blocks:
+        *blocks, final = self.encoder.blocks
+        for block in blocks:
             x = block(x)
-        return x[:, -len(self.weight_tokens):]                         # (B, G, D)
+        return final(x, len(self.weight_tokens))                       # (B, G, D)
 
     def modulate(self, tokens):
         """Weight tokens (B,G,D) -> the MLP's layers: weights (B,a,b), shared (a,b), and biases."""

@@ -27,16 +27,17 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossMAE, decoder_attention
+from crossmae import CrossBlock, CrossMAE, decoder_attention
 from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, from_released, grid_of, mask_noise, pair,
+from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise, pair,
                  transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
@@ -130,6 +131,8 @@ class Parser(argparse.ArgumentParser):
         option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
                help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
         option("--compile", action="store_true", help="torch.compile the model")
+        option("--grad_checkpointing", action="store_true",
+               help="compute the inside of blocks again in the backward pass instead of keeping it")
         if "lr" not in values:
             option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
         for name, default in {"momentum": 0.9, **values}.items():
@@ -341,10 +344,12 @@ class Samples:
 
 class Feed:
     """Batches of a split by their indices: out of memory, or with a `transform` (for files: always)
-    through workers that prefetch, pin and last as long as the Feed."""
+    through workers that prefetch, pin and last as long as the Feed. It adds up the seconds that the
+    loop `waited` for pictures."""
 
     def __init__(self, split, args, procs, transform=None):
         self.split, self.device, self.keys, self.loader = split, procs.device, [], None
+        self.waited = 0.0
         if transform:
             pictures = split.pictures.cpu() if torch.is_tensor(split.pictures) else split.pictures
             self.loader = DataLoader(
@@ -355,9 +360,12 @@ class Feed:
     def __call__(self, ids, *seeds):
         """Pictures (b,C,H,W), uint8, and labels (b,) on the device for each (b,) of ids."""
         self.keys[:] = [[(*seeds, i) for i in batch.tolist()] for batch in ids]
-        stream = self.loader or (self.split.pictures[batch.to(self.device, non_blocking=True)]
-                                 for batch in ids)
-        for batch, pictures in zip(ids, stream):
+        stream = iter(self.loader or (self.split.pictures[batch.to(self.device, non_blocking=True)]
+                                      for batch in ids))
+        for batch in ids:
+            began = time.perf_counter()
+            pictures = next(stream)
+            self.waited += time.perf_counter() - began
             yield (pictures.to(self.device, non_blocking=True),
                    self.split.labels[batch].to(self.device, non_blocking=True))
 
@@ -572,6 +580,18 @@ def amp_dtype(amp, device):
     return dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
 
 
+def wrap(model, args, procs):
+    """The model as the loop calls it: with --grad_checkpointing, on all processes, compiled."""
+    for module in model.modules() if args.grad_checkpointing else ():
+        if isinstance(module, (Block, CrossBlock)):        # keeps what goes in, not what is inside
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    if procs.world > 1:
+        options = inspect.signature(DistributedDataParallel).parameters    # renamed in torch 2.13
+        buffers = {"forward_sync_buffers", "broadcast_buffers"} & options.keys()
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **{max(buffers): False})
+    return torch.compile(model) if args.compile else model
+
+
 def train_step(net, optimizer, scaler, pieces, args, dtype):
     """One step of the optimiser on the next --accum `pieces`, arguments of net. The sums of their
     metrics, on the device: nothing here waits for it."""
@@ -662,9 +682,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
             print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
 
-    net = torch.compile(model) if args.compile else model
-    if procs.world > 1:
-        net = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = wrap(model, args, procs)
     generator = torch.Generator(device)
     rows = torch.arange(args.batch_size).view(args.accum, procs.world, -1)[:, procs.rank]
 

@@ -150,7 +150,8 @@ def check_mask(noise, mask_ratio):
 # ---------------------------------------------------------------------------------- the transformer
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B,N,dim) -> (B,N,dim)."""
+    """Multi-head self-attention, (B,N,dim) -> (B,N,dim), or (B,last,dim) if only the `last` so many
+    tokens are wanted."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -160,12 +161,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x):
-        B, N, D = x.shape
-        qkv = self.qkv(x).view(B, N, 3, self.heads, D // self.heads)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))           # (B, heads, N, D/heads) each
-        x = F.scaled_dot_product_attention(q, k, v)                    # the same
-        return self.proj(x.transpose(1, 2).reshape(B, N, D))           # (B, N, D)
+    def forward(self, x, last=None):
+        (B, N, D), W, b = x.shape, self.qkv.weight, self.qkv.bias
+        if last is None:
+            qkv = self.qkv(x).split(D, dim=2)                          # (B, N, D) each
+        else:
+            qkv = F.linear(x[:, -last:], W[:D], b[:D]), *F.linear(x, W[D:], b[D:]).split(D, dim=2)
+        q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in qkv)
+        x = F.scaled_dot_product_attention(q, k, v)                    # (B, heads, N, D/heads)
+        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D)
 
 
 class MLP(nn.Module):
@@ -181,7 +185,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block; in training, drop_path is the probability that an image skips a branch."""
+    """A pre-norm block, (B,N,dim) -> (B,N,dim); in training, drop_path is the probability that an
+    image skips a branch. If only the `last` so many tokens are wanted, nothing but keys and values
+    is computed for the others: the same numbers, (B,last,dim)."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -191,8 +197,9 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(mlp_ratio * dim))
         self.drop_path = StochasticDepth(drop_path, mode="row")
 
-    def forward(self, x):
-        x = x + self.drop_path(self.attn(self.norm1(x)))
+    def forward(self, x, last=None):
+        own = x if last is None else x[:, -last:]
+        x = own + self.drop_path(self.attn(self.norm1(x), last))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
