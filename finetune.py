@@ -25,8 +25,8 @@ from torch import nn
 from torchvision.transforms import v2
 
 from train import (RECIPE, Feed, Parser, crop_batch, crop_transform, describe, fit, initialize,
-                   mean_over_processes, normalize, open_data, read_sizes, settle, start_processes,
-                   val_batches, vit_config)
+                   mean_over_processes, name_run, normalize, open_data, read_sizes, settle,
+                   start_processes, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
@@ -176,7 +176,7 @@ def run(args):
         args.lr = args.blr * args.batch_size / 256
     source = Path(args.checkpoint or args.size or "micro").absolute()      # runs/NAME/last.pt, or
     source = source.parent.name if source.stem == "last" else source.stem  # a released file's name
-    args.name = args.name or f"{source}_{args.mode}"
+    name_run(args, f"{source}_{args.mode}")
 
     torch.manual_seed(args.seed)
     given = {k: v for k in ("patch_size", "dim", "depth", "heads") if (v := getattr(args, k))}

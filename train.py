@@ -12,14 +12,15 @@ import json
 import math
 import os
 import re
+import signal
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise, pair,
-                 transfer)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise,
+                 pair, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
@@ -154,6 +155,9 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {word}" + (
                 f": it belongs to {' and '.join(owners)}" if owners else
                 f": did you mean --{near[0]}?" if near else ""))
+        def stop(*_):
+            raise KeyboardInterrupt(143)
+        signal.signal(signal.SIGTERM, stop)
         try:
             for name, value in vars(args).items():
                 if name in LEAST and value is not None and not value >= LEAST[name]:
@@ -162,12 +166,17 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"--{name} {value} is not between 0 and 1")
                 if name in WORDS and value not in WORDS[name]:
                     raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
-            return run(args)
+            row = run(args)
         except ValueError as error:
             self.error(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        except KeyboardInterrupt as signal_:
+            last = Path(getattr(args, "runs", ""), getattr(args, "name", None) or "", "last.pt")
+            self.exit(*signal_.args or (130,), "" if int(os.environ.get("RANK", 0)) else (
+                f"\nstopped; the same command with --resume goes on from {last}\n"
+                if last.is_file() else "\nstopped; there is no checkpoint yet\n"))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return row
 
 
 def settle(args, values):
@@ -189,11 +198,14 @@ def settle(args, values):
 
 # ------------------------------------------------------------------------------------------- data
 
-class Split(NamedTuple):
-    """Pictures, uint8 (N,C,H,W) on the device or file names, and labels (N,), -1 for none."""
+@dataclass
+class Split:
+    """Pictures, uint8 (N,C,H,W) on the device or file names, labels (N,), -1 for none, and indices
+    of unreadable pictures that were met, in the place of which there is another one."""
     pictures: object
     labels: torch.Tensor
     classes: list
+    replaced: set = field(default_factory=set)
 
 
 SHAPES = {  # radius of the outline at the angle a
@@ -255,12 +267,29 @@ def list_folder(root):
 
 
 def read_picture(file):
-    """The file as an upright RGB picture. ValueError if it is not one."""
+    """The file as an upright RGB picture: 16 bits become 8, what is transparent white. ValueError
+    if it is not one."""
     try:
         with Image.open(file) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, SyntaxError) as error:
+            picture = ImageOps.exif_transpose(picture)
+            if picture.mode.startswith("I"):               # convert would cut off what is above 255
+                picture = picture.point(lambda value: value / 256).convert("L")
+            if "A" in picture.mode or "transparency" in picture.info:
+                picture = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+            return picture.convert("RGB")
+    except Exception as error:                             # a broken file can raise anything
         raise ValueError(f"{file} cannot be read as a picture: {error}") from None
+
+
+def read_or_next(files, i):
+    """The first picture from the i-th on, in a circle, that can be read, and its index."""
+    for j in [*range(i, len(files)), *range(i)]:
+        try:
+            return read_picture(files[j]), j
+        except ValueError as caught:
+            error = caught
+    raise ValueError(f"none of {len(files)} pictures can be read, the last: {error}")
 
 
 def cover(picture, img_size, border=0.0):
@@ -268,12 +297,27 @@ def cover(picture, img_size, border=0.0):
     return ImageOps.fit(picture, img_size[::-1], Image.BICUBIC, bleed=border)
 
 
-def read_all(files, img_size):
-    """The middles of the pictures in files, in the size (H, W): (N,3,H,W), uint8."""
-    read_one = v2.Compose([read_picture, partial(cover, img_size=img_size), v2.PILToTensor()])
+def read_all(files, labels, classes, img_size):
+    """The fields of a Split of files, with the middles of the pictures in the size (H, W)."""
+    def read_one(i):
+        picture, used = read_or_next(files, i)
+        return v2.functional.pil_to_tensor(cover(picture, img_size)), used
     with ThreadPoolExecutor() as pool:
-        bar = tqdm(files, "reading", leave=False, disable=None)
-        return torch.stack([*pool.map(read_one, bar)])
+        bar = tqdm(range(len(files)), "reading", leave=False, disable=None)
+        pictures, used = zip(*pool.map(read_one, bar))
+    used, replaced = torch.tensor(used), set()
+    note_replaced(files, torch.arange(len(files)), used, replaced)
+    return torch.stack(pictures), torch.tensor(labels)[used], classes, replaced
+
+
+def note_replaced(files, ids, used, replaced):
+    """Add to the set `replaced` what `used` has another index for than `ids`; say it once."""
+    for i in set(ids[ids != used].tolist()) - replaced:
+        replaced.add(i)
+        try:
+            read_picture(files[i])
+        except ValueError as error:
+            tqdm.write(f"{error}; another picture replaces it")
 
 
 def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
@@ -297,14 +341,14 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
     else:
         parts = list_folder(Path(name))
         files = parts[0][0]
-        sizes = [read_picture(file).size for file in files[::math.ceil(len(files) / 50)]]
-        W, H = map(max, zip(*sizes))
+        sample = range(0, len(files), math.ceil(len(files) / 50))
+        W, H = map(max, zip(*(read_or_next(files, i)[0].size for i in sample)))
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         total = 3 * math.prod(img_size) * sum(len(files) for files, *_ in parts)
         if H <= img_size[0] and W <= img_size[1] and total < memory:
-            parts = [(read_all(files, img_size), *rest) for files, *rest in parts]
+            parts = [read_all(*part, img_size) for part in parts]
     return *(Split(x.contiguous().to(device) if torch.is_tensor(x) else x, torch.as_tensor(labels),
-                   classes) for x, labels, classes in parts), img_size
+                   *rest) for x, labels, *rest in parts), img_size
 
 
 def seed_of(*numbers):
@@ -330,26 +374,29 @@ def draw_partners(order, labels, same_class, generator):
 
 
 class Samples:
-    """Pictures for DataLoader's workers. The transform draws from a seed, the key (..., index)."""
+    """Pictures, and the indices used, for DataLoader's workers. The transform draws from a seed,
+    the key (..., index)."""
 
     def __init__(self, pictures, transform):
         self.pictures, self.transform = pictures, transform
 
     def __getitem__(self, key):
-        picture = self.pictures[key[-1]]
+        *_, i = key
+        picture, used = ((self.pictures[i], i) if torch.is_tensor(self.pictures) else
+                         read_or_next(self.pictures, i))
         with torch.random.fork_rng(devices=[]):            # changes nothing outside
             torch.default_generator.manual_seed(seed_of(*key))
-            return self.transform(read_picture(picture) if isinstance(picture, str) else picture)
+            return self.transform(picture), used
 
 
 class Feed:
     """Batches of a split by their indices: out of memory, or with a `transform` (for files: always)
-    through workers that prefetch, pin and last as long as the Feed. It adds up the seconds that the
-    loop `waited` for pictures."""
+    through workers that prefetch, pin and last as long as the Feed. It counts the seconds that the
+    loop `waited` for pictures, and those that `replaced` unreadable ones."""
 
     def __init__(self, split, args, procs, transform=None):
         self.split, self.device, self.keys, self.loader = split, procs.device, [], None
-        self.waited = 0.0
+        self.waited = self.replaced = 0
         if transform:
             pictures = split.pictures.cpu() if torch.is_tensor(split.pictures) else split.pictures
             self.loader = DataLoader(
@@ -360,14 +407,17 @@ class Feed:
     def __call__(self, ids, *seeds):
         """Pictures (b,C,H,W), uint8, and labels (b,) on the device for each (b,) of ids."""
         self.keys[:] = [[(*seeds, i) for i in batch.tolist()] for batch in ids]
-        stream = iter(self.loader or (self.split.pictures[batch.to(self.device, non_blocking=True)]
-                                      for batch in ids))
+        split, replaced = self.split, self.split.replaced
+        stream = iter(self.loader or (
+            (split.pictures[batch.to(self.device, non_blocking=True)], batch) for batch in ids))
         for batch in ids:
             began = time.perf_counter()
-            pictures = next(stream)
+            pictures, used = next(stream)
             self.waited += time.perf_counter() - began
+            note_replaced(split.pictures, batch, used, replaced)
+            self.replaced += sum(i in replaced for i in batch.tolist()) if replaced else 0
             yield (pictures.to(self.device, non_blocking=True),
-                   self.split.labels[batch].to(self.device, non_blocking=True))
+                   split.labels[used].to(self.device, non_blocking=True))
 
 
 def crop_transform(img_size, args, *more):
@@ -455,13 +505,26 @@ def mean_over_processes(sums, count, procs):
 
 # ------------------------------------------------------------------------------------ checkpoints
 
-def save(path, content):
-    """Write a checkpoint under a temporary name, then move it there: `path` is always whole."""
+@contextmanager
+def replacing(path):
+    """A file to be written in the place of `path`, which is always whole: the old or the new one.
+    ValueError if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:               # torch's writer has the latter
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written, what it was before is left: {error}") from None
+
+
+def save(path, content):
+    """Write a checkpoint."""
+    with replacing(path) as file:
         torch.save(content, file)
-        os.fsync(file)
-    os.replace(temporary, path)
 
 
 def read(path):
@@ -588,7 +651,8 @@ def wrap(model, args, procs):
     if procs.world > 1:
         options = inspect.signature(DistributedDataParallel).parameters    # renamed in torch 2.13
         buffers = {"forward_sync_buffers", "broadcast_buffers"} & options.keys()
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **{max(buffers): False})
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                        **{max(buffers): False})
     return torch.compile(model) if args.compile else model
 
 
@@ -613,18 +677,28 @@ def train_step(net, optimizer, scaler, pieces, args, dtype):
     return totals
 
 
+def name_run(args, name):
+    """Settle on args.name, or this one. ValueError if it holds a run that is not to be touched."""
+    args.name = args.name or name
+    folder = Path(args.runs, args.name)
+    if Path(args.name).name != args.name:
+        raise ValueError(f"--name {args.name} is not the name of a folder: --runs says where it is")
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if (folder / "last.pt").exists() and not (args.resume or args.overwrite):
+        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
+                         f"it, --name NAME starts another")
+
+
 def open_run(args, procs, content, model, optimizer, scaler):
     """The run's folder, and the lines of its log.jsonl if it goes on: then model, optimizer and
     scaler are as its last.pt has them. ValueError if it is another run's, or cannot be written."""
     folder = Path(args.runs, args.name)
     last, history = folder / "last.pt", []
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if last.exists() and not (args.resume or args.overwrite):
-        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
-                         f"it, --name NAME starts another")
     if args.resume and last.exists():
         saved = read(last)
+        if not saved.keys() >= {"method", "optimizer", "scaler", "epoch", "history"}:
+            raise ValueError(f"{last} is not a checkpoint of a run: --overwrite replaces it")
         flags, history = saved["flags"], saved["history"]
         was, now = ({"teacher": None, "method": c["method"], **c["config"]}
                     for c in (saved, content))
@@ -670,16 +744,18 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
     folder, history = open_run(args, procs, content, model, optimizer, scaler)
+    last, finite = folder / "last.pt", "none"              # the checkpoint, the last finite loss
 
     def write(row):
         history.append(row)
         if procs.rank == 0:
-            save(folder / "last.pt", dict(
+            save(last, dict(
                 content, model=model.state_dict(), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), epoch=row["epoch"], history=history, seed=args.seed,
                 flags=vars(args), mean=model.mean, std=model.std, classes=feed.split.classes,
                 torch=str(torch.__version__)))
-            (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+            with replacing(folder / "log.jsonl") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in history).encode())
             print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
 
     net = wrap(model, args, procs)
@@ -704,7 +780,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
         torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
-        totals, batches, began = {}, pieces(epoch), time.time()
+        totals, count, losses, feed.waited, feed.replaced = {}, 0, [], 0, 0
+        batches, began = pieces(epoch), time.perf_counter()
         bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", unit="img", leave=False,
                    unit_scale=args.batch_size, disable=procs.rank > 0 or None)
         for step in bar:
@@ -713,18 +790,33 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             metrics = train_step(net, optimizer, scaler, batches, args, dtype)
-            totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
-            if step % 20 == 0:                             # the only time the device is waited for
-                bar.set_postfix_str(f"loss {metrics['loss'].item() / args.accum:.4f}, lr {lr:.1e}")
-        means = mean_over_processes(totals, steps * args.accum, procs)
-        img_s = round(steps * args.batch_size / (time.time() - began), 1)
-        if not math.isfinite(means["loss"]):
-            raise SystemExit(f"the loss of epoch {epoch + 1} is {means['loss']}, lr {lr:.1e}: go "
-                             f"on with --resume and a lower --lr, --clip_grad 1 or --amp fp32")
+            losses.append(metrics["loss"] / args.accum)
+            good = losses[-1].isfinite()                   # or fp16's scaler skips the step
+            count = count + good * args.accum
+            totals = {name: totals.get(name, 0) + torch.where(good, value, 0)
+                      for name, value in metrics.items()}
+            if step % 20 == 0 or step + 1 == steps:        # the only times the device is waited for
+                values, losses = torch.stack(losses).tolist(), []
+                bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
+                if len(bad) > (len(values) - 1 if scaler.is_enabled() else 0):
+                    raise SystemExit(
+                        f"the loss is {values[bad[0]]} at epoch {epoch + 1}, step "
+                        f"{step + 2 - len(values) + bad[0]} of {steps}, lr {lr:.1e}; the last "
+                        f"finite one is {[finite, *values[:bad[0]]][-1]}. Go on from "
+                        f"{last if history else 'the start'} with --resume and a lower --lr, "
+                        f"--clip_grad 1 or --amp fp32")
+                finite = [value for value in values if math.isfinite(value)][-1]
+                bar.set_postfix_str(f"loss {finite:.4f}, lr {lr:.1e}")
+        means = mean_over_processes(totals, count, procs)
+        seconds = time.perf_counter() - began
+        speed = {"img_s": round(steps * args.batch_size / seconds, 1),
+                 "wait": round(feed.waited / seconds, 3)}
+        replaced = mean_over_processes({"replaced": feed.replaced}, 1 / procs.world, procs)
         for name, buffer in model.named_buffers() if procs.world > 1 else ():
             if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
-        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), "img_s": img_s})
+        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), **speed,
+               **(replaced if replaced["replaced"] else {})})
     return history[-1]
 
 
@@ -894,7 +986,8 @@ def run(args, values):
     """A parsed command line of train.py, from data to the last epoch; `values` are of what is not
     given: the method's arguments and recipe."""
     cls, taken = METHODS[args.method], settle(args, values)
-    args.data, args.name = args.data or "shapes", args.name or args.method
+    args.data = args.data or "shapes"
+    name_run(args, args.method)
     procs = start_processes(args.device)
     train, val, img_size = open_data(args.data, args.img_size, procs.device)
     torch.manual_seed(args.seed)

@@ -162,7 +162,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x, last=None):
-        (B, N, D), W, b = x.shape, self.qkv.weight, self.qkv.bias
+        D, W, b = x.shape[2], self.qkv.weight, self.qkv.bias
         if last is None:
             qkv = self.qkv(x).split(D, dim=2)                          # (B, N, D) each
         else:

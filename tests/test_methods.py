@@ -3,12 +3,12 @@ something. What is special to one is in its own file."""
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import finetune
@@ -288,13 +288,14 @@ def test_the_seed_is_the_run(name, pretrain):
     assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-5)
 
 
-def train_under_ddp(rank, port):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    images, noise = images_and_noise(4)
+def train_under_ddp(rank, port, world):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    images, noise = images_and_noise(2 * world)
+    args = SimpleNamespace(grad_checkpointing=False, compile=False)
     for name in METHODS:
         models = build(name), build(name)                  # an unused parameter stops the 2nd step
-        for net, rows in ((DistributedDataParallel(models[0]), slice(2 * rank, 2 * rank + 2)),
-                          (models[1], slice(0, 4))):
+        net = train.wrap(models[0], args, SimpleNamespace(world=world))
+        for net, rows in ((net, slice(2 * rank, 2 * rank + 2)), (models[1], slice(None))):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             pairs = (images.roll(1, 0)[rows], 0.3) if name == "imae" else ()
             for _ in range(2):
@@ -303,11 +304,41 @@ def train_under_ddp(rank, port):
                 optimizer.zero_grad()
         for a, b in zip(*(model.parameters() for model in models)):
             assert torch.allclose(a, b, atol=1e-5), name
+            first = a.detach().clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(a, first), name             # the same on all of them
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one():
-    torch.multiprocessing.spawn(train_under_ddp, (29_000 + torch.randint(9_000, ()).item(),), 2)
+def test_three_processes_are_one():
+    torch.multiprocessing.spawn(train_under_ddp, (29_000 + torch.randint(9_000, ()).item(), 3), 3)
+
+
+@pytest.mark.parametrize("name, options, checkpointing", [
+    ("mae", {}, False), ("mae", {}, True), ("crossmae", {}, False), ("crossmae", {}, True),
+    ("hypermae", {}, False), ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
+    ("minr", dict(hypernetwork="transinr"), False),
+    ("imae", dict(teacher=dict(dim=12, depth=1, heads=2)), False)])
+def test_compiles_into_one_graph(name, options, checkpointing):
+    """Without graph breaks, and once: other data, masks and mixing weights need no new graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(name, depth=1, **options)
+    train.wrap(model, SimpleNamespace(grad_checkpointing=checkpointing, compile=False),
+               SimpleNamespace(world=1))
+    net = torch.compile(model, backend="aot_eager")
+    for seed in range(3):
+        images, noise = images_and_noise()
+        images, noise = images + seed, noise.roll(seed, 1)
+        pairs = (images.roll(1, 0), torch.tensor(0.2 + 0.2 * seed)) if name == "imae" else ()
+        losses = []
+        for call in (net, model):
+            torch.manual_seed(seed)
+            losses.append(call(images, noise, *pairs)[0])
+            losses[-1].backward()
+        assert torch.allclose(*losses, atol=1e-6)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def giga_macs(function, *args):

@@ -1,0 +1,267 @@
+"""Speed and memory of training steps, or of the input pipeline:
+
+    python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
+    python -m tests.bench --method mae --size tiny --data FOLDER
+
+A method may have its own arguments after colons, and :batch_size=N. A row each: of the median of
+--steps training steps (train.train_step: forward, backward, optimiser) on a synthetic batch on the
+device, the methods in turn. The columns:
+
+    img/s, ms/step   of that median
+    GiB              most memory at once: weights, optimiser and batch, and what a step allocates
+    GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
+    TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits
+    time, memory     an image and in all, over the first row's of that image size
+
+With --data, two rows instead: what the project's input pipeline and torchvision's ImageFolder with
+the same transforms decode in img/s a worker, in turn; then an epoch of the first method, to see
+what share of it is spent waiting for pictures.
+"""
+
+import argparse
+import ast
+import copy
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision import transforms
+
+import train
+from train import METHODS, knobs
+from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, pair
+
+PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
+    "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
+
+
+def make_jpegs(folder, n, size=(500, 375), seed=0):
+    """n JPEG files of ImageNet's usual size, quality 90, half in train/a, half in val/a, of some
+    65 KB, the order of photographs: noise of all scales."""
+    rng, scales = np.random.default_rng(seed), (1, 4, 16, 64, 125)
+    for i in range(n):
+        file = folder / ("train", "val")[i % 2] / "a" / f"{i}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        layers = [np.asarray(Image.fromarray(rng.integers(0, 256, (k * 3, k * 4, 3), "uint8"))
+                             .resize(size, Image.BICUBIC), "float32") - 128 for k in scales]
+        picture = 128 + sum(layer / k ** 0.5 for layer, k in zip(layers, scales))
+        Image.fromarray(picture.clip(0, 255).astype("uint8")).save(file, quality=90)
+
+
+def count_flops(function):
+    """FLOPs of a call, whichever attention kernel it would use."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def allocated_by(function, device):
+    """The most bytes that a call has allocated at once, beyond what there was before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
+class Case:
+    """A model, its optimiser and a batch: `step()` is a training step."""
+
+    def __init__(self, spec, args, img_size, procs):
+        name, *options = spec.split(":")
+        if name not in METHODS:
+            raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
+        sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
+        cls, own = METHODS[name], {"batch_size": args.batch_size}
+        if sizes["dim"] <= SIZES["tiny"]["dim"]:           # as train.py
+            own |= {k: v for k, v in cls.small.items() if k in knobs(cls)}
+        for option in options:
+            key, _, value = option.partition("=")
+            if key not in {"batch_size"} | knobs(cls).keys():
+                raise ValueError(f"{spec}: {name} has no argument {key}, it has batch_size "
+                                 f"{' '.join(knobs(cls))}")
+            try:
+                own[key] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                own[key] = value                           # a word
+        self.spec, self.img_size, self.batch_size = spec, img_size, own.pop("batch_size")
+        torch.manual_seed(0)
+        self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
+        self.device, self.dtype = procs.device, train.amp_dtype(args.amp, procs.device)
+        self.args = SimpleNamespace(**{
+            "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
+            "compile": args.compile, "grad_checkpointing": args.grad_checkpointing})
+        groups = train.weight_decay_groups(self.model, self.args.weight_decay)
+        self.optimizer = train.make_optimizer(self.args, groups, procs)
+        self.scaler = torch.amp.GradScaler(procs.device.type, enabled=self.dtype is torch.float16)
+        self.net = train.wrap(self.model, self.args, procs)
+        self.inputs = self.batch(self.batch_size)
+
+    def batch(self, B):
+        """Arguments of the model for B images."""
+        encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
+        images = torch.randn(B, 3, *encoder.img_size, generator=g).to(self.device)
+        noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
+        pairs = (images.roll(1, 0), torch.tensor(0.3, device=self.device))
+        return images, noise, *(pairs if hasattr(self.model, "pairs") else ())
+
+    def step(self):
+        """Loss of a step, a number, when all of it is done."""
+        loss = train.train_step(self.net, self.optimizer, self.scaler, iter([self.inputs]),
+                                self.args, self.dtype)["loss"]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return loss.item()
+
+    def costs(self):
+        """Multiply-accumulates of a forward pass of one image; FLOPs of a training step; bytes."""
+        model = copy.deepcopy(self.model)                  # gets gradients and may be recomputing
+        with torch.no_grad():
+            macs = count_flops(lambda: model(*self.batch(1))) / 2
+        one, two = (count_flops(lambda: model(*self.batch(B))[0].backward()) for B in (1, 2))
+        state = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+        kept = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *state, *self.inputs)}
+        del model
+        return macs, one + (self.batch_size - 1) * (two - one), (
+            sum(kept.values()) + allocated_by(self.step, self.device))
+
+
+def measure(cases, args, device):
+    """Rows, dicts, of the cases, the first of which the ratios refer to."""
+    for case in cases:
+        for _ in range(args.warmup):
+            case.step()
+    costs = [case.costs() for case in cases]
+    seconds, losses = [[] for _ in cases], [0.0] * len(cases)
+    for i in range(args.steps):
+        for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
+            began = time.perf_counter()
+            losses[k] = cases[k].step()
+            seconds[k].append(time.perf_counter() - began)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((value for key, value in PEAKS.items() if key in name), None)
+    rows = []
+    for case, (macs, flops, memory), times, loss in zip(cases, costs, seconds, losses):
+        if not math.isfinite(loss):
+            raise ValueError(f"{case.spec}: the loss is {loss}")
+        median, B = statistics.median(times), case.batch_size
+        rates = [a / b * cases[0].batch_size / B for a, b in zip(times, seconds[0])]
+        tera = flops / median / 1e12
+        rows.append({"method": case.spec, "image": "x".join(map(str, case.img_size)), "batch": B,
+                     "img/s": f"{B / median:.4g}", "ms/step": f"{1e3 * median:.4g}",
+                     "GiB": f"{memory / 2 ** 30:.3g}", "GMAC/img": f"{macs / 1e9:.4g}",
+                     "TFLOP/s": f"{tera:.3g}",
+                     **({"MFU %": f"{100 * tera / peak:.3g}"} if peak and
+                        case.dtype is not torch.float32 else {}),
+                     "time": statistics.median(rates), "memory": memory / costs[0][2]})
+    return rows
+
+
+def pipeline(args, procs, img_size):
+    """Rows of the two input pipelines, in img/s a worker, and the ratio of the project's to
+    torchvision's."""
+    files, targets, classes = train.list_folder(Path(args.data))[0]
+    n = max(args.steps, 2) * args.batch_size               # as often as it takes
+    ids = torch.arange(n).remainder(len(files)).view(-1, args.batch_size)
+    options = SimpleNamespace(crop=0.2, flip=True, workers=args.workers)
+    feed = train.Feed(train.Split(files, torch.tensor(targets), classes), options, procs,
+                      train.crop_transform(img_size, options))
+    theirs = torchvision.datasets.ImageFolder(Path(args.data, "train"), transforms.Compose([
+        transforms.RandomResizedCrop(img_size, (0.2, 1),
+                                     interpolation=transforms.InterpolationMode.BICUBIC),
+        transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]))
+    loader = DataLoader(theirs, batch_sampler=ids.tolist(), num_workers=args.workers,
+                        persistent_workers=args.workers > 0)
+    model, seconds = SimpleNamespace(mean=IMAGENET_MEAN, std=IMAGENET_STD), ([], [])
+
+    def ours():
+        for pictures, _ in feed(ids, 0):
+            train.normalize(pictures, model)               # which ToTensor and Normalize do there
+
+    for _ in range(1 + args.rounds):                       # the first one starts the workers
+        for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    seconds = [times[1:] for times in seconds]
+    return [{"pipeline": name, "workers": args.workers, "images": n,
+             "img/s a worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
+             "speed": statistics.median(b / a for a, b in zip(times, seconds[1]))}
+            for name, times in zip(("train.py", "torchvision"), seconds)]
+
+
+def main(argv=None):
+    """Measure what the words `argv` ask for, print it, and return the rows."""
+    parser = argparse.ArgumentParser("tests.bench", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--method", nargs="+", default=[*METHODS])
+    option("--size", choices=SIZES, default="base")
+    for part in ("dim", "depth", "heads"):
+        option(f"--{part}", type=int, help="instead of the size's")
+    option("--img_size", nargs="+", type=train.pixels, default=[224], help="or H,W, or several")
+    option("--patch_size", type=train.pixels, help="or H,W (16)")
+    option("--batch_size", type=int, default=16)
+    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    option("--compile", action="store_true")
+    option("--grad_checkpointing", action="store_true")
+    option("--device", help="cuda, mps or cpu (the best there is)")
+    option("--steps", type=int, default=20, help="that are measured (20)")
+    option("--warmup", type=int, default=3, help="steps before")
+    option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
+    option("--jpegs", type=int, default=0, help="write so many into FOLDER before, 500x375")
+    option("--workers", type=int, default=1, help="of the pipeline")
+    option("--rounds", type=int, default=3, help="of the pipelines in turn")
+    args = parser.parse_args(argv)
+    procs = train.start_processes(args.device)
+    print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
+    print(f"torch {torch.__version__}, {procs.device}, {torch.get_num_threads()} threads, "
+          f"{train.amp_dtype(args.amp, procs.device)}")
+    rows = []
+    if args.data:
+        if args.jpegs:
+            make_jpegs(Path(args.data), args.jpegs)
+        rows = pipeline(args, procs, pair(args.img_size[0]))
+        print(train.as_table(rows))
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--method", args.method[0], "--data", args.data, "--size", args.size,
+                     "--img_size", ",".join(map(str, pair(args.img_size[0]))), "--epochs", "1",
+                     "--warmup_epochs", "0", "--batch_size", str(args.batch_size), "--runs", folder,
+                     "--workers", str(args.workers), "--amp", args.amp, "--eval_images", "8"]
+            row = train.main(words)
+            print(f"{args.method[0]}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
+        return rows
+    for img_size in args.img_size:
+        cases = [Case(spec, args, pair(img_size), procs) for spec in args.method]
+        rows += measure(cases, args, procs.device)
+        del cases
+    print(train.as_table(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"tests.bench: error: {error}")

@@ -1,0 +1,80 @@
+"""The benchmark measures what it says."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.test_methods import giga_macs
+from train import METHODS, as_table
+
+TINY = "--dim 32 --depth 4 --heads 2 --size tiny --img_size 32 --patch_size 8 --batch_size 4".split()
+DECODER = ":decoder_dim=32:decoder_depth=2:decoder_heads=2"
+
+
+def measured(*words):
+    return bench.main([*TINY, "--warmup", "1", "--steps", "2", *words])
+
+
+def test_a_row_for_every_method(capsys):
+    rows = measured("--method", *METHODS)
+    assert [row["method"] for row in rows] == [*METHODS]
+    assert as_table(rows) in capsys.readouterr().out
+    for row in rows:
+        assert float(row["img/s"]) == pytest.approx(4e3 / float(row["ms/step"]), rel=1e-2)
+    assert rows[0]["time"] == rows[0]["memory"] == 1
+
+
+def test_arguments_of_a_method_and_several_sizes():
+    rows = measured("--method", "mae" + DECODER, f"crossmae{DECODER}:feature_maps=1,3:batch_size=8",
+                    "--img_size", "32", "16,64")
+    assert [row["image"] for row in rows] == ["32x32"] * 2 + ["16x64"] * 2
+    assert [row["batch"] for row in rows] == [4, 8] * 2
+    model = METHODS["crossmae"](32, 8, 3, 32, 4, 2, decoder_dim=32, decoder_depth=2,
+                                decoder_heads=2, norm_pix_loss=False, feature_maps=(1, 3))
+    macs = giga_macs(model, torch.zeros(1, 3, 32, 32))
+    assert float(rows[1]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
+
+
+def test_flops_of_a_product_and_its_gradients():
+    """2 N a b of the product, as many of each gradient."""
+    layer, x = torch.nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
+    assert bench.count_flops(lambda: layer(x).sum().backward()) == 3 * 2 * 4 * 8 * 16
+
+
+def test_memory_that_is_given_back_counts():
+    """1 MiB stays while 2 come and go."""
+    def call():
+        kept = torch.zeros(2 ** 18)
+        for _ in range(3):
+            torch.zeros(2 ** 19)
+        return kept
+    assert bench.allocated_by(call, torch.device("cpu")) == 3 * 2 ** 20
+
+
+def test_checkpointing_needs_less_memory():
+    words = ["--method", "mae" + DECODER, "--img_size", "64", "--batch_size", "16"]
+    (kept,), (again,) = measured(*words), measured(*words, "--grad_checkpointing")
+    assert float(again["GiB"]) < 0.6 * float(kept["GiB"])
+
+
+def test_bfloat16_is_used():
+    (row,) = measured("--method", "mae", "--amp", "bf16")
+    assert float(row["img/s"]) > 0
+
+
+@pytest.mark.parametrize("spec, said", [
+    ("gan", "--method gan is not one of mae crossmae"), ("mae:depht=3", "mae has no argument depht"),
+    ("mae:mask_ratio=2", "mask_ratio 2 shows")])
+def test_wrong_methods(spec, said):
+    with pytest.raises(ValueError, match=said):
+        measured("--method", spec)
+
+
+def test_the_input_pipeline(tmp_path, capsys):
+    folder = tmp_path / "jpegs"
+    ours, theirs = bench.main([
+        "--data", str(folder), "--jpegs", "32", "--method", "mae", "--size", "micro", "--img_size",
+        "32", "--batch_size", "4", "--steps", "8", "--rounds", "1"])
+    assert len(list(folder.rglob("*.jpg"))) == 32 and theirs["speed"] == 1
+    assert float(ours["img/s a worker"]) > 0.5 * float(theirs["img/s a worker"])
+    assert "of the time waiting" in capsys.readouterr().out
