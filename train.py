@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import time
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -517,8 +518,9 @@ def replacing(path):
             os.fsync(file)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:               # torch's writer has the latter
+        raise ValueError(f"{path} cannot be written, and is as it was before: {error}") from None
+    finally:
         temporary.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written, what it was before is left: {error}") from None
 
 
 def save(path, content):
@@ -532,15 +534,30 @@ def read(path):
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():   # compares checksums
+            raise ValueError("its checksums are wrong")
         with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                             # a broken file can raise anything
-        raise ValueError(f"{path} is not a checkpoint that can be read safely: it is another kind "
-                         f"of file, broken, or holds code ({type(error).__name__})") from None
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        why = (f"it would run code ({code[1]}), which is refused" if code else
+               f"it is broken or another kind of file ({type(error).__name__})")
+        raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
     state = content.get("model", content) if isinstance(content, dict) else None
     if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
         raise ValueError(f"{path} is not a checkpoint: there is no state dict in it")
+    if "method" in content and not all(isinstance(content.get(k), dict) for k in (
+            "config", "flags", "model")):
+        raise ValueError(f"{path} is not a whole checkpoint: it lacks config, flags or model")
     return content
+
+
+def restore(target, state, path):
+    """target.load_state_dict(state). ValueError, which names the file, if it does not fit."""
+    try:
+        target.load_state_dict(state)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not fit {type(target).__name__}: {error}") from None
 
 
 def load(path, classes=METHODS):
@@ -549,8 +566,11 @@ def load(path, classes=METHODS):
     content = read(path)
     if content.get("method") not in classes:
         raise ValueError(f"{path} is of method {content.get('method')}, not {', '.join(classes)}")
-    model = classes[content["method"]](**content["config"])
-    model.load_state_dict(content["model"])
+    try:
+        model = classes[content["method"]](**content["config"])
+    except TypeError as error:                             # an argument that it does not have
+        raise ValueError(f"{path} does not fit: {error}") from None
+    restore(model, content["model"], path)
     return model.eval()
 
 
@@ -559,7 +579,7 @@ def read_sizes(path, heads=None):
     and the data it was trained on, if known. Released ones: ImageNet's mean and std."""
     content = read(path)
     if "method" in content:
-        config, state, data = content["config"], content["model"], content["flags"]["data"]
+        config, state, data = content["config"], content["model"], content["flags"].get("data")
         mean, std = content["mean"], content["std"]
     else:                                                  # a released one: read it off the shapes
         state, data, mean, std = from_released(content), None, IMAGENET_MEAN, IMAGENET_STD
@@ -706,14 +726,14 @@ def open_run(args, procs, content, model, optimizer, scaler):
                  if value != now.get(name)]
         if other:
             raise ValueError(f"{folder} cannot be resumed: it has {'; '.join(other)}")
-        if flags["optimizer"] != args.optimizer:
+        if flags.get("optimizer") != args.optimizer:
             raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
-                             f"has {flags['optimizer']}")
-        model.load_state_dict(saved["model"])
+                             f"has {flags.get('optimizer')}")
+        restore(model, saved["model"], last)
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
-        optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        restore(optimizer, {**saved["optimizer"], "param_groups": groups}, last)
         if saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
+            restore(scaler, saved["scaler"], last)
         changed = [f"--{name} {value} was {flags.get(name)}" for name, value in vars(args).items()
                    if value != flags.get(name) and name != "resume"]
         if procs.rank == 0:
@@ -899,13 +919,13 @@ def compare(args):
     shown = None                                           # the mask ratio of the picture
     alone = SimpleNamespace(rank=0, world=1, device=procs.device)
     for path in args.eval:
-        model, flags = load(path).to(procs.device), read(path)["flags"]
-        args.data = args.data or flags["data"]
+        model, content = load(path).to(procs.device), read(path)
+        args.data = args.data or content["flags"].get("data", "shapes")
         img_size, how = model.encoder.img_size, dict(kind=args.mask, leak_free=args.leak_free)
         train, val, _ = open_data(args.data, img_size, procs.device)
         for ratio in args.mask_ratios:
             psnr = evaluate_psnr(model, val, args, procs, mask_ratio=ratio, **how)
-            rows.append({"checkpoint": path, "method": flags["method"],
+            rows.append({"checkpoint": path, "method": content["method"],
                          "M parameters": millions(model), "mask_ratio": ratio, **psnr})
         if len(args.mask_ratios) > 1:
             first, last = rows[-len(args.mask_ratios)], rows[-1]
@@ -985,6 +1005,8 @@ def describe(args, procs, train, val, model, *lines):
 def run(args, values):
     """A parsed command line of train.py, from data to the last epoch; `values` are of what is not
     given: the method's arguments and recipe."""
+    if getattr(args, "mix", None) is not None and hasattr(args, "beta"):
+        raise ValueError(f"--mix {args.mix} and --beta {args.beta} exclude each other")
     cls, taken = METHODS[args.method], settle(args, values)
     args.data = args.data or "shapes"
     name_run(args, args.method)
@@ -1005,7 +1027,7 @@ def run(args, values):
         notes = ["teacher none, so no distillation: --teacher FILE takes an MAE"]
     model = cls(**config)
     if weights:
-        model.teacher.load_state_dict(weights)
+        restore(model.teacher, weights, args.teacher)
         notes = [f"teacher {args.teacher}: {config['teacher']}, weight {model.distill_weight}"]
     if pairs:
         share, mix = ("any" if x is None else x for x in (args.same_class, args.mix))

@@ -3,9 +3,10 @@
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
     python -m tests.bench --method mae --size tiny --data FOLDER
 
-A method may have its own arguments after colons, and :batch_size=N. A row each: of the median of
---steps training steps (train.train_step: forward, backward, optimiser) on a synthetic batch on the
-device, the methods in turn. The columns:
+A method may have its own arguments after colons, and those of the command line that are listed in
+OWN, as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training
+steps (train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the
+methods in turn. The columns:
 
     img/s, ms/step   of that median
     GiB              most memory at once: weights, optimiser and batch, and what a step allocates
@@ -20,9 +21,7 @@ what share of it is spent waiting for pictures.
 
 import argparse
 import ast
-import copy
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -48,6 +47,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, pair
 PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
+OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
 
 
 def make_jpegs(folder, n, size=(500, 375), seed=0):
@@ -92,25 +92,30 @@ class Case:
         if name not in METHODS:
             raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
-        cls, own = METHODS[name], {"batch_size": args.batch_size}
+        cls, own = METHODS[name], {k: getattr(args, k) for k in OWN}
         if sizes["dim"] <= SIZES["tiny"]["dim"]:           # as train.py
             own |= {k: v for k, v in cls.small.items() if k in knobs(cls)}
         for option in options:
             key, _, value = option.partition("=")
-            if key not in {"batch_size"} | knobs(cls).keys():
-                raise ValueError(f"{spec}: {name} has no argument {key}, it has batch_size "
-                                 f"{' '.join(knobs(cls))}")
+            if key not in {*OWN, *knobs(cls)}:
+                raise ValueError(f"{spec}: {name} has no argument {key}, it has "
+                                 f"{' '.join([*OWN, *knobs(cls)])}")
             try:
                 own[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
                 own[key] = value                           # a word
-        self.spec, self.img_size, self.batch_size = spec, img_size, own.pop("batch_size")
-        torch.manual_seed(0)
-        self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
-        self.device, self.dtype = procs.device, train.amp_dtype(args.amp, procs.device)
         self.args = SimpleNamespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            "compile": args.compile, "grad_checkpointing": args.grad_checkpointing})
+            **{k: own.pop(k) for k in OWN}})
+        torch.manual_seed(0)
+        self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
+        self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
+        self.device, self.dtype = procs.device, train.amp_dtype(self.args.amp, procs.device)
+        with torch.no_grad():
+            self.macs = count_flops(lambda: self.model(*self.batch(1))) / 2
+        one, two = (count_flops(lambda: self.model(*self.batch(B))[0].backward()) for B in (1, 2))
+        self.flops = one + (self.batch_size - 1) * (two - one)         # some work is once a batch
+        self.model.zero_grad()
         groups = train.weight_decay_groups(self.model, self.args.weight_decay)
         self.optimizer = train.make_optimizer(self.args, groups, procs)
         self.scaler = torch.amp.GradScaler(procs.device.type, enabled=self.dtype is torch.float16)
@@ -133,17 +138,11 @@ class Case:
             torch.cuda.synchronize()
         return loss.item()
 
-    def costs(self):
-        """Multiply-accumulates of a forward pass of one image; FLOPs of a training step; bytes."""
-        model = copy.deepcopy(self.model)                  # gets gradients and may be recomputing
-        with torch.no_grad():
-            macs = count_flops(lambda: model(*self.batch(1))) / 2
-        one, two = (count_flops(lambda: model(*self.batch(B))[0].backward()) for B in (1, 2))
+    def memory(self):
+        """Bytes: what there is between steps, and what a step allocates at most."""
         state = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-        kept = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *state, *self.inputs)}
-        del model
-        return macs, one + (self.batch_size - 1) * (two - one), (
-            sum(kept.values()) + allocated_by(self.step, self.device))
+        kept = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *state, *self.inputs)}
+        return sum(kept.values()) + allocated_by(self.step, self.device)
 
 
 def measure(cases, args, device):
@@ -151,7 +150,7 @@ def measure(cases, args, device):
     for case in cases:
         for _ in range(args.warmup):
             case.step()
-    costs = [case.costs() for case in cases]
+    memory = [case.memory() for case in cases]
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
     for i in range(args.steps):
         for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
@@ -161,19 +160,19 @@ def measure(cases, args, device):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     rows = []
-    for case, (macs, flops, memory), times, loss in zip(cases, costs, seconds, losses):
+    for case, most, times, loss in zip(cases, memory, seconds, losses):
         if not math.isfinite(loss):
             raise ValueError(f"{case.spec}: the loss is {loss}")
         median, B = statistics.median(times), case.batch_size
         rates = [a / b * cases[0].batch_size / B for a, b in zip(times, seconds[0])]
-        tera = flops / median / 1e12
+        tera = case.flops / median / 1e12
         rows.append({"method": case.spec, "image": "x".join(map(str, case.img_size)), "batch": B,
                      "img/s": f"{B / median:.4g}", "ms/step": f"{1e3 * median:.4g}",
-                     "GiB": f"{memory / 2 ** 30:.3g}", "GMAC/img": f"{macs / 1e9:.4g}",
+                     "GiB": f"{most / 2 ** 30:.3g}", "GMAC/img": f"{case.macs / 1e9:.4g}",
                      "TFLOP/s": f"{tera:.3g}",
                      **({"MFU %": f"{100 * tera / peak:.3g}"} if peak and
                         case.dtype is not torch.float32 else {}),
-                     "time": statistics.median(rates), "memory": memory / costs[0][2]})
+                     "time": statistics.median(rates), "memory": most / memory[0]})
     return rows
 
 

@@ -57,9 +57,10 @@ def test_checkpointing_needs_less_memory():
     assert float(again["GiB"]) < 0.6 * float(kept["GiB"])
 
 
-def test_bfloat16_is_used():
-    (row,) = measured("--method", "mae", "--amp", "bf16")
-    assert float(row["img/s"]) > 0
+def test_bfloat16_keeps_less():
+    words = ["--img_size", "64", "--batch_size", "16"]
+    full, half = measured("--method", "mae" + DECODER, f"mae{DECODER}:amp=bf16", *words)
+    assert float(half["GiB"]) < 0.8 * float(full["GiB"])
 
 
 @pytest.mark.parametrize("spec, said", [

@@ -494,13 +494,16 @@ def test_unreadable_checkpoints(tmp_path, folder, refused, monkeypatch, pretrain
         Path("x.pt").write_bytes(content)
         refused(train.main, words, "x.pt is not a checkpoint")
     torch.save({"model": Payload()}, "x.pt")
-    refused(train.main, words, "x.pt is not a checkpoint")
+    refused(train.main, words, "x.pt is not a checkpoint", "would run code (print)")
     torch.save([1], "x.pt")
     refused(train.main, words, "x.pt is not a checkpoint: there is no state dict in it")
     for content in ({"epoch": 3, "state_dict": {}}, {"model": 3}, {"method": "gan"}):
         torch.save(content, "x.pt")
         refused(train.main, words, "x.pt is not a checkpoint: there is no state dict in it")
-    torch.save({"method": "gan", "model": {"x": torch.zeros(1)}}, "x.pt")
+    torch.save({"method": "mae", "model": {"x": torch.zeros(1)}}, "x.pt")
+    refused(train.main, words, "x.pt is not a whole checkpoint: it lacks config")
+    whole = {"method": "gan", "model": {"x": torch.zeros(1)}, "config": {}, "flags": {}}
+    torch.save(whole, "x.pt")
     with pytest.raises(ValueError, match="is of method gan, not mae"):
         train.load("x.pt")
 
