@@ -147,3 +147,15 @@ def same(a, b, **tolerance):
     return a.keys() == b.keys() and all(
         torch.allclose(a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a
     )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: left out unless asked for with -m slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if "slow" in config.getoption("-m"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]

@@ -323,28 +323,3 @@ def test_two_processes(tune, folder, tmp_path):
     assert train.read(tmp_path / "runs/two/last.pt")["epoch"] == 2
 
 
-@pytest.mark.parametrize(
-    "words, parts",
-    [
-        ("--mode finetune", ["--mode finetune needs --checkpoint FILE"]),
-        ("--checkpoint nothing.pt", ["there is no checkpoint nothing.pt"]),
-        ("--checkpoint runs/mae/last.pt --data flat", ["--data flat has no labels"]),
-        ("--checkpoint runs/mae/last.pt --dim 32", ["does not fit this model", "here (1, 1, 32)"]),
-        ("--checkpoint runs/mae/last.pt --mode probe", ["--mode", "probe"]),
-        (
-            "--checkpoint runs/mae/last.pt --mask_ratio 0.5",
-            ["--mask_ratio", "belongs to --method mae"],
-        ),
-        ("--checkpoint runs/mae/last.pt --layer_dacay 1", ["did you mean --layer_decay?"]),
-        ("--checkpoint runs/mae/last.pt --mix_ratio 0.3 --mixup 1", ["0.3 needs --mixup 0"]),
-        ("--checkpoint runs/mae/last.pt --randaug 99", ["--randaug 99 is more than 30"]),
-        ("--checkpoint runs/mae/last.pt --k 0 --mode knn", ["--k 0 is less than 1"]),
-        ("--checkpoint runs/mae/last.pt --batch_size 64", ["--batch_size 64 is more than the 40"]),
-    ],
-)
-def test_wrong_words_get_one_line(pretrain, folder, refused, words, parts):
-    pretrain()
-    write_pictures(Path("flat"), "x", 6)
-    words = ["--data", folder, "--workers", "0", *words.split()]
-    refused(finetune.main, words, *parts)
-    assert [p.name for p in Path("runs").iterdir()] == ["mae"]

@@ -1,0 +1,733 @@
+"""What goes wrong: command lines, checkpoints, pictures, kills, full disks, losses that are not
+finite. Each ends in one line, and no run is lost. And what must go right: any valid model."""
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import finetune
+import train
+from tests.conftest import DECODER, ROOT, TINY, same, shell, write_pictures
+from train import METHODS
+
+# ---------------------------------------------------------------------------------- command lines
+
+MAINS = {"train": train.main, "eval": train.main, "tune": finetune.main}
+BASE = {"train": ["--data", "data", "--name", "new", *TINY],
+        "eval": ["--eval", "runs/mae/last.pt", "--workers", "0"],
+        "tune": ["--checkpoint", "runs/mae/last.pt", "--data", "data", "--name", "new",
+                 *TINY[8:], "--epochs", "1"]}
+COMMANDS = """
+train | --method vae                           | --method ; vae ; crossmae
+train | --depht 3                              | unknown argument --depht ; did you mean --depth?
+train | --k 3                                  | unknown argument --k
+train | --compile yes                          | unknown argument yes
+train | --mask_ratios 0.5                      | --mask_ratios ; did you mean --mask_ratio?
+train | --prediction_ratio 0.5                 | belongs to --method crossmae
+train | --teacher runs/mae/last.pt             | belongs to --method imae
+train | --same_class 1                         | belongs to --method imae
+train | --epochs two                           | --epochs ; two
+train | --epochs -1                            | --epochs -1 is less than 0
+train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2 ; --epochs 1
+train | --batch_size 0                         | --batch_size 0 is less than 1
+train | --batch_size 41                        | --batch_size 41 is more than the 40 training
+train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
+train | --workers -1                           | --workers -1 is less than 0
+train | --seed abc                             | --seed ; abc
+train | --crop 0                               | --crop 0.0 is less than
+train | --crop nan                             | --crop nan
+train | --betas 0.9                            | --betas (0.9,) are not two numbers
+train | --betas 0.9,2.0                        | --betas ; 2.0
+train | --lr 1e-3 --blr 1e-3                   | --lr 0.001 and --blr 0.001 exclude each other
+train | --lr nan                               | --lr nan
+train | --lr inf                               | --lr inf
+train | --blr inf                              | --blr inf
+train | --weight_decay -1                      | --weight_decay -1.0 is less than 0
+train | --weight_decay inf                     | --weight_decay inf
+train | --clip_grad nan                        | --clip_grad nan
+train | --clip_grad inf                        | --clip_grad inf
+train | --optimizer sgd --momentum 2           | --momentum 2.0 ; 0 ; 1
+train | --optimizer lion                       | --optimizer lion is not one of adamw adam sgd
+train | --schedule step                        | --schedule step is not one of cosine constant
+train | --mask stripes                         | --mask ; stripes ; random
+train | --mask_ratio 0                         | mask_ratio 0.0 shows ; between 0 and 1
+train | --mask_ratio 0.99                      | mask_ratio 0.99 shows 0 of 16
+train | --mask_ratio nan                       | mask_ratio nan ; between 0 and 1
+train | --img_size 0                           | --img_size ; 0
+train | --img_size 32,                         | --img_size ; '32,'
+train | --img_size a,b                         | --img_size ; a,b
+train | --img_size 100001 --patch_size 16      | 100001 ; is not a multiple of patch_size (16, 16)
+train | --img_size 100001 --patch_size 16 --data shapes | img_size ; 100001 ; patch_size (16, 16)
+train | --patch_size 5                         | img_size (16, 16) ; patch_size (5, 5)
+train | --size giant                           | --size ; giant ; huge
+train | --depth 0                              | --depth 0 is less than 1
+train | --heads 3                              | width 16 is not a multiple of 3 heads
+train | --dim 18                               | dim ; multiple of 4, not 18
+train | --decoder_dim 0                        | decoder_dim ; 0
+train | --decoder_dim 16 --decoder_heads 3     | width 16 is not a multiple of 3 heads
+train | --decoder_depth -1                     | decoder_depth -1
+train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
+train | --data text.pt                         | --data text.pt is not shapes, cifar10, cifar100
+train | --data empty                           | --data empty has 0 pictures, at least 2
+train | --data one                             | --data one has 1 pictures, at least 2
+train | --data no_val                          | --data no_val needs class folders in train/
+train | --data differ                          | --data differ: the classes of train/ and
+train | --device warp                          | --device warp is not there: cpu is
+train | --device cuda:9                        | --device cuda:9 is not there: cpu is
+train | --amp fp8                              | --amp ; fp8 ; bf16
+train | --init nothing.pt                      | there is no checkpoint nothing.pt
+train | --init text.pt                         | text.pt is not a checkpoint
+train | --name a/b                             | --name a/b
+train | --name ..                              | --name ..
+train | --runs text.pt                         | text.pt/new cannot be written
+train | --name mae                             | runs/mae holds a run ; --resume ; --overwrite
+train | --resume --overwrite                   | --resume and --overwrite exclude each other
+train | --name mae --resume --depth 1          | runs/mae cannot be resumed ; depth 2, not 1
+train | --name mae --resume --optimizer sgd    | cannot be resumed with --optimizer sgd ; adamw
+train | --name tuned --resume                  | cannot be resumed ; method classifier, not mae
+train | --method crossmae --feature_maps 9     | feature_maps ; 9 ; from 0 to 1
+train | --method crossmae --feature_maps last --softmax_weights | feature_maps last ; excludes
+train | --method crossmae --prediction_ratio 0.9 | prediction_ratio 0.9 ; at most mask_ratio 0.75
+train | --method crossmae --prediction_ratio 0 | prediction_ratio 0.0 is not above 0
+train | --method crossmae --decoder_depth 0    | decoder_depth 0 is less than 1
+train | --method hypermae --modulated_layer 7  | modulated_layer 7 is not between 0 and mlp_depth 6
+train | --method hypermae --shared_blocks 3    | shared_blocks 3 is not between 0 and
+train | --method hypermae --pe_sigma inf       | pe_sigma inf
+train | --method hypermae --loss_on some       | loss_on some is not masked or all
+train | --method minr --pixel_fraction 0       | pixel_fraction 0.0 is not above 0 and at most 1
+train | --method minr --hypernetwork transinr --groups 5 | groups 5 do not divide
+train | --method minr --modulated_layers 9     | modulated_layers (9,) are not layers from 0 to 4
+train | --method imae --same_class 2           | --same_class 2.0 is not between 0 and 1
+train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders
+train | --method imae --mix 3                  | --mix 3.0 is not between 0 and 1
+train | --method imae --mix 0.3 --beta 0.5     | --mix 0.3 ; --beta 0.5
+train | --method imae --branches 3             | branches 3 is not 1 or 2
+train | --method imae --distill_weight 1       | distill_weight 1.0 needs a teacher: --teacher FILE
+train | --method imae --distill_weight inf     | distill_weight inf
+train | --method imae --teacher gone.pt        | there is no checkpoint gone.pt
+train | --method imae --teacher runs/cross/last.pt | --teacher runs/cross/last.pt is not an MAE
+train | --method imae --teacher runs/student/last.pt | runs/student/last.pt is not an MAE
+train | --method imae --teacher runs/mae/last.pt --distill_weight 0 | --teacher ; distill_weight 0
+train | --method imae --teacher runs/mae/last.pt --patch_size 8 | (4, 4), this model (8, 8)
+train | --method imae --teacher runs/mae/last.pt --decoder_dim 32 | decoder_dim 64, this model 32
+eval  | --eval                                 | --eval ; argument
+eval  | --eval gone.pt                         | there is no checkpoint gone.pt
+eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt is of method classifier ; mae
+eval  | --mask_ratios 2                        | mask_ratio 2.0 shows ; between 0 and 1
+eval  | --mask_ratios nan                      | mask_ratio nan ; between 0 and 1
+eval  | --eval_images 0                        | --eval_images 0 is less than 1
+eval  | --size tiny                            | --size does not go with --eval: the checkpoint
+eval  | --epochs 3                             | unknown argument --epochs
+tune  | --mode probe                           | --mode ; probe ; linear
+tune  | --checkpoint nothing.pt                | there is no checkpoint nothing.pt
+tune  | --checkpoint data                      | no checkpoint data
+tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
+tune  | --data flat                            | --data flat has no labels: give class folders
+tune  | --dim 32                               | does not fit this model ; here (1, 1, 32)
+tune  | --mask_ratio 0.5                       | --mask_ratio ; belongs to --method mae
+tune  | --layer_dacay 1                        | did you mean --layer_decay?
+tune  | --mix_ratio 0.3 --mixup 1              | --mix_ratio 0.3 needs --mixup 0
+tune  | --mixup inf                            | --mixup inf
+tune  | --randaug 99                           | --randaug 99 is more than 30
+tune  | --erasing -1                           | --erasing -1.0 is not between 0 and 1
+tune  | --pool max                             | --pool ; max ; token
+tune  | --k 0 --mode knn                       | --k 0 is less than 1
+tune  | --batch_size 64                        | --batch_size 64 is more than the 40
+"""
+COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    """A working folder with data in all states, and a run of each kind."""
+    root = tmp_path_factory.mktemp("desk")
+    for part, classes, n in (("data/train", "ab", 20), ("data/val", "ab", 6), ("flat", "x", 6),
+                             ("one", "x", 1), ("two", "x", 2), ("no_val/train", "ab", 2),
+                             ("differ/train", "ab", 2), ("differ/val", "ac", 2)):
+        write_pictures(root / part, classes, n)
+    (root / "empty").mkdir()
+    (root / "text.pt").write_text("not a checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for name, method in (("mae", "mae"), ("cross", "crossmae"), ("student", "imae")):
+            train.main([*BASE["train"], "--method", method, "--name", name, "--epochs", "1"])
+        finetune.main([*BASE["tune"], "--name", "tuned"])
+    return root
+
+
+def listing(root):
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.fixture
+def desk(furnished, monkeypatch):
+    """There; afterwards, and even if the test fails, it is as it was."""
+    monkeypatch.chdir(furnished)
+    before = listing(furnished)
+    yield furnished
+    for path in sorted(listing(furnished).keys() - before.keys(), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("kind, words, parts", COMMANDS, ids=[words for _, words, _ in COMMANDS])
+def test_wrong_command_lines(desk, refused, monkeypatch, kind, words, parts):
+    def too_large(n, img_size, seed):                      # it would need all memory
+        raise AssertionError("numbers are to be checked before data are made")
+    monkeypatch.setattr(train, "draw_shapes", too_large)
+    before, began = listing(desk), time.time()
+    refused(MAINS[kind], [*BASE[kind], *words.split()], *parts.split(" ; "))
+    assert listing(desk) == before and time.time() - began < 10
+
+
+def fork(work, *inputs, **env):
+    """A process of its own that does work(*inputs) and prints to the files out and err. Forked, to
+    spare it the seconds in which torch is imported; a group of its own, for signals to all."""
+    def body():
+        os.setsid()
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ.update(env)
+        work(*inputs)
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    return process
+
+
+def script(*words, file="train.py"):
+    """As `python train.py ...`, which would not inherit torchrun's way with signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = [file, *map(str, words)]
+    runpy.run_path(str(ROOT / file), run_name="__main__")
+
+
+def torchrun(work, *words, restarts=0):
+    """torchrun's own agent with two processes, forked, that do work(*words)."""
+    config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", max_restarts=restarts,
+                          rdzv_endpoint="localhost:0", start_method="fork")
+    elastic_launch(config, work)(*words)
+
+
+def ended(process, seconds=60):
+    """Its exit code, once it has ended, and the lines of its stderr."""
+    process.join(seconds)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.exitcode, Path("err").read_text().strip().splitlines()
+
+
+def test_wrong_command_lines_in_processes(desk):
+    done = shell("train.py", "--mask_ratio", "2", cwd=desk, check=False)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    code, lines = ended(fork(lambda: script("--mode", "linear", file="finetune.py")))
+    assert code == 2 and len(lines) == 1 and "--mode linear needs --checkpoint" in lines[0]
+    words = [*BASE["train"], "--data", "two", "--batch_size", "2"]     # more than pictures
+    code, lines = ended(fork(torchrun, script, *words))
+    assert code != 0 and any("--batch_size 2 is more than the 1 training" in line for line in lines)
+    assert not (desk / "runs/new").exists()
+
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def test_an_error_of_one_rank_ends_all(desk):
+    """Here rank 1 does not find the data; the other would wait for it."""
+    Path("lame.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import train\n"
+                               "other = ['--data', 'gone'] * (os.environ['RANK'] == '1')\n"
+                               "train.main([*sys.argv[1:], *other])")
+    done = subprocess.run([*LAUNCH, "lame.py", *BASE["train"]], capture_output=True, timeout=60)
+    assert done.returncode != 0 and b"--data gone is not shapes" in done.stderr
+
+
+# ------------------------------------------------------------------------- checkpoints of strangers
+
+class Payload:
+    def __reduce__(self):
+        return Path("ran").touch, ()                       # the code that must not run
+
+
+def without(content, name):
+    return {key: value for key, value in content.items() if key != name}
+
+
+def with_weight(content, change):
+    name = "encoder.cls_token"
+    return {**content, "model": {**content["model"], name: change(content["model"][name])}}
+
+
+READERS = {  # every way in
+    "resume": ("train", ["--name", "bad", "--resume"]),
+    "init": ("train", ["--init", "runs/bad/last.pt"]),
+    "eval": ("eval", ["--eval", "runs/bad/last.pt"]),
+    "teacher": ("train", ["--method", "imae", "--teacher", "runs/bad/last.pt"]),
+    "checkpoint": ("tune", ["--checkpoint", "runs/bad/last.pt"])}
+ALL = " ".join(READERS)
+BROKEN = {  # from the bytes and the content of a good one: other bytes or content; who refuses it
+    "empty": (lambda file, c: b"", ALL),
+    "one byte": (lambda file, c: file[:1], ALL),
+    "half": (lambda file, c: file[:len(file) // 2], ALL),
+    "all but 100": (lambda file, c: file[:-100], ALL),
+    "all but 1": (lambda file, c: file[:-1], ALL),
+    "text": (lambda file, c: b"not a checkpoint", ALL),
+    "zip": (lambda file, c: Path("other.zip").read_bytes(), ALL),
+    "numpy": (lambda file, c: Path("other.npz").read_bytes(), ALL),
+    "pickled list": (lambda file, c: pickle.dumps([1, 2]), ALL),
+    "list": (lambda file, c: [1, 2], ALL),
+    "number": (lambda file, c: {"model": 3}, ALL),
+    "no weights": (lambda file, c: {"model": {}}, ALL),
+    "other names": (lambda file, c: {"epoch": 3, "state_dict": c["model"]}, ALL),
+    "pickled code": (lambda file, c: pickle.dumps({"model": Payload()}), ALL),
+    "code": (lambda file, c: {**c, "extra": Payload()}, ALL),
+    "shape": (lambda file, c: with_weight(c, lambda x: x[..., :8]), ALL),
+    "nan": (lambda file, c: with_weight(c, lambda x: x * math.nan), ALL),
+    "no config": (lambda file, c: without(c, "config"), ALL),
+    "config of no dict": (lambda file, c: {**c, "config": 3}, ALL),
+    "no flags": (lambda file, c: without(c, "flags"), "resume eval checkpoint"),
+    "no history": (lambda file, c: without(c, "history"), "resume"),
+    "no optimizer": (lambda file, c: without(c, "optimizer"), "resume"),
+    "empty optimizer": (lambda file, c: {**c, "optimizer": {"state": {}}}, "resume"),
+    "argument": (lambda file, c: {**c, "config": {**c["config"], "gan": 1}}, "resume eval"),
+    "weight": (lambda file, c: {**c, "model": without(c["model"], "mask_token")}, "resume eval"),
+    "method": (lambda file, c: {**c, "method": "gan"}, "resume eval teacher"),
+    "classifier": (lambda file, c: Path("runs/tuned/last.pt").read_bytes(), "resume eval teacher")}
+CASES = [(name, reader) for name in BROKEN for reader in BROKEN[name][1].split()]
+
+
+@pytest.mark.parametrize("name, reader", CASES)
+def test_broken_checkpoints(desk, refused, name, reader):
+    with zipfile.ZipFile("other.zip", "w") as file:
+        file.writestr("a.txt", "a")
+    np.savez("other.npz", a=np.zeros(3))
+    good, bad = Path("runs/mae/last.pt"), Path("runs/bad/last.pt")
+    bad.parent.mkdir()
+    content = BROKEN[name][0](good.read_bytes(), train.read(good))
+    bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
+    before, (kind, words) = listing(desk), READERS[reader]
+    refused(MAINS[kind], [*BASE[kind], *words], "runs/bad", *["code"] * ("code" in name))
+    assert listing(desk) == before
+
+
+def flip_bits(desk, seeds):
+    """Bits of the weights, of which nobody knows; or of the rest, where half of them are aimed."""
+    whole, keys = Path("runs/mae/last.pt").read_bytes(), train.load("runs/mae/last.pt").state_dict()
+    start = whole.index(b"data.pkl")
+    end = whole.index(b"PK", start)
+    for seed in seeds:
+        r, file = random.Random(seed), bytearray(whole)
+        at = r.randrange(len(whole)) if seed % 2 else r.randrange(start, end)
+        file[at] ^= 1 << r.randrange(8)
+        Path("flipped.pt").write_bytes(file)
+        try:
+            assert train.load("flipped.pt").state_dict().keys() == keys.keys()
+        except ValueError as error:
+            assert "flipped.pt" in str(error), (seed, at)
+        except Exception as error:
+            pytest.fail(f"seed {seed}, byte {at}: {error!r}"[:300])
+
+
+def test_flipped_bits(desk):
+    flip_bits(desk, range(20))
+
+
+@pytest.mark.slow
+def test_more_flipped_bits(desk):
+    flip_bits(desk, range(20, 320))
+
+
+# ---------------------------------------------------------------------------------------- pictures
+
+LEFT, RIGHT = (220, 30, 30), (30, 30, 220)
+
+
+def halves(side, left=LEFT, right=RIGHT):
+    x = np.array([left, right], np.uint16 if np.max(left) > 255 else np.uint8)
+    return Image.fromarray(x[np.arange(side) * 2 // side][None].repeat(side, 0).copy())
+
+
+def write_readable(folder, side):
+    """{file: (colour on the left, on the right)} of each kind that can be read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, grey, found = halves(side), halves(side, 233, 23), {}
+    palette = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
+    turned, exif = picture.transpose(Image.Transpose.ROTATE_90), picture.getexif()
+    exif[0x0112] = 6
+    for name, image, colours, more in (
+            ("a.jpg", picture, (LEFT, RIGHT), {}), ("a.png", picture, (LEFT, RIGHT), {}),
+            ("ein Löwe 狮.png", picture, (LEFT, RIGHT), {}),
+            ("cmyk.jpg", picture.convert("CMYK"), (LEFT, RIGHT), {}),
+            ("palette.png", palette, (LEFT, RIGHT), {}),
+            ("clear.png", palette, (LEFT, RIGHT), dict(transparency=bytes([255] * 3 + [0]))),
+            ("rgba.png", picture.convert("RGBA"), (LEFT, RIGHT), {}),
+            ("grey.png", grey, ((233,) * 3, (23,) * 3), {}),
+            ("alpha.png", grey.convert("LA"), ((233,) * 3, (23,) * 3), {}),
+            ("bits.png", halves(side, 233 * 257, 23 * 257), ((233,) * 3, (23,) * 3), {}),
+            ("turned.jpg", turned, (LEFT, RIGHT), dict(exif=exif)),
+            ("point.png", halves(1), (LEFT, LEFT), {})):
+        image.save(folder / name, **more)
+        found[folder / name] = colours
+    return found
+
+
+def write_unreadable(folder):
+    """Files of each kind that cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    halves(64).save(folder / "torn.jpg")
+    torn = (folder / "torn.jpg").read_bytes()
+    for name, content in (("torn.jpg", torn[:len(torn) // 2]), ("nothing.jpg", b""),
+                          ("text.jpg", b"a cat, sitting"), ("locked.png", b"")):
+        (folder / name).write_bytes(content)
+    halves(16).save(folder / "locked.png")
+    (folder / "locked.png").chmod(0)
+    names = ["torn", "nothing", "text", *["locked"] * (os.getuid() > 0)]   # root reads all
+    return [path for path in folder.iterdir() if path.stem in names]
+
+
+def test_pictures_are_converted(tmp_path):
+    for path, colours in write_readable(tmp_path, 16).items():
+        picture = train.read_picture(path)
+        assert picture.mode == "RGB" and (picture.size == (16, 16) or path.stem == "point")
+        for x, colour in zip((0.2, 0.8), colours):
+            got = picture.getpixel((int(x * picture.width), picture.height // 2))
+            assert np.abs(np.subtract(got, colour)).max() < 12, (path.name, got, colour)
+
+
+@pytest.mark.parametrize("side, words", [(16, []), (40, ["--workers", "2"])])
+def test_unreadable_pictures_are_replaced(tmp_path, monkeypatch, capfd, side, words):
+    """In memory, and streamed. Of whole batches, so that none is left out."""
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("data/val"), "ab", 3, side)
+    bad = write_unreadable(Path("data/train/a"))
+    write_readable(Path("data/train/a"), side)
+    write_pictures(Path("data/train"), "b", 16 - len([*Path("data/train/a").iterdir()]) % 8, side)
+    train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", *words])
+    said = "".join(capfd.readouterr()).splitlines()
+    assert [sum(str(path) in line for line in said) for path in bad] == [1] * len(bad)
+    rows = [json.loads(line) for line in open("runs/mae/log.jsonl")]
+    assert all("replaced" in row for row in rows) and rows[0]["replaced"] == len(bad)
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+@pytest.mark.parametrize("words", [[], ["--img_size", "16"]])
+def test_nothing_but_unreadable_pictures(tmp_path, monkeypatch, refused, words):
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        write_unreadable(Path("bad", part, "a"))
+        Path("bad", part, "a/locked.png").unlink()
+    refused(train.main, ["--data", "bad", *TINY, "--batch_size", "1", *words], "--data bad")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("side", [30, 40])
+def test_pictures_over_the_limit_of_pil(tmp_path, monkeypatch, capfd, side):
+    """Of 900 pixels it warns, of 1600 it raises: read, or replaced and said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 700)
+    for part in ("train", "val"):
+        write_pictures(Path("data", part), "ab", 8)
+    halves(side).save("data/train/a/large.png")
+    row = train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", "--batch_size", "1"])
+    said = "".join(capfd.readouterr()).splitlines()
+    assert row["replaced"] == sum("large.png" in line for line in said) <= 1
+
+
+# ------------------------------------------------------------------------------------------- kills
+
+def alike(name, other="straight"):
+    """Whether two runs are: weights, the optimiser's state and log.jsonl, timing aside."""
+    for a, b in zip(*([json.loads(line) for line in open(f"runs/{n}/log.jsonl")]
+                      for n in (name, other)), strict=True):
+        assert {k: v for k, v in a.items() if k not in ("img_s", "wait")} == {
+            k: v for k, v in b.items() if k not in ("img_s", "wait")}
+    a, b = (train.read(f"runs/{n}/last.pt") for n in (name, other))
+    assert a["epoch"] == b["epoch"] and same(a["model"], b["model"])
+    a, b = (content["optimizer"]["state"] for content in (a, b))
+    assert a.keys() == b.keys() and all(same(a[i], b[i]) for i in a)
+    assert not [path for path in Path("runs", name).iterdir() if "tmp" in path.name]
+
+
+@pytest.fixture
+def words(pretrain, folder):
+    """words(name, epochs) of a resumable run, in a folder of its own."""
+    return lambda name, epochs: ["--data", folder, *TINY, *DECODER, "--name", name, "--epochs",
+                                 str(epochs), "--resume"]
+
+
+def endure(words, kills, epochs):
+    """A run that is killed at random times is the one that never was."""
+    train.main([*map(str, words("straight", epochs))])
+    r = random.Random(kills)
+    for _ in range(kills):
+        process = fork(script, *words("killed", epochs))
+        time.sleep(r.uniform(0.1, 0.6))
+        process.kill()
+        assert ended(process)[0] == -signal.SIGKILL
+        if Path("runs/killed/last.pt").exists():
+            train.read("runs/killed/last.pt")
+    assert ended(fork(script, *words("killed", epochs)))[0] == 0
+    alike("killed")
+
+
+def test_two_kills(words):
+    endure(words, 2, 25)
+
+
+@pytest.mark.slow
+def test_twenty_kills(words):
+    endure(words, 20, 200)
+
+
+def third(monkeypatch, owner, name, act, count=lambda *inputs, **more: True):
+    """The third call of owner.name (of those that count) does `act` instead."""
+    calls, before = [], getattr(owner, name)
+
+    def instead(*inputs, **more):
+        calls.extend([1] * count(*inputs, **more))
+        return (act if len(calls) == 3 else before)(*inputs, **more)
+    monkeypatch.setattr(owner, name, instead)
+
+
+def die(*inputs, **more):
+    if len(inputs) > 1 and hasattr(inputs[1], "write"):
+        inputs[1].write(b"half")
+        inputs[1].flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (os, "replace"),
+                                         (json, "dumps")])
+def test_a_kill_while_a_file_is_written(words, monkeypatch, owner, name):
+    """Of the last epoch: its log is to be written by whoever resumes."""
+    train.main([*map(str, words("straight", 3))])
+    with monkeypatch.context() as patch:
+        rows = dict(count=lambda row: 3 if row["epoch"] == 3 else 0) if owner is json else {}
+        third(patch, owner, name, die, **rows)
+        assert ended(fork(script, *words("killed", 3)))[0] == -signal.SIGKILL
+    assert train.read("runs/killed/last.pt")["epoch"] == (3 if owner is json else 2)
+    assert ended(fork(script, *words("killed", 3)))[0] == 0
+    alike("killed")
+
+
+def dying(*words):
+    """As script, but rank 1 is killed in the third epoch; once."""
+    if os.environ["RANK"] == "1" and not Path("died").exists():
+        forward, calls = train.MAE.forward, []
+
+        def last(*inputs):
+            calls.append(1)
+            if len(calls) == 13:
+                Path("died").touch()
+                die()
+            return forward(*inputs)
+        train.MAE.forward = last                           # of this process alone
+    script(*words)
+
+
+def test_a_kill_of_one_of_two_processes(words):
+    """torchrun ends the other, or, if it may, starts both again."""
+    assert ended(fork(torchrun, script, *words("straight", 4)))[0] == 0
+    code, _ = ended(fork(torchrun, dying, *words("killed", 4)))
+    assert code not in (0, None) and train.read("runs/killed/last.pt")["epoch"] == 2
+    assert ended(fork(torchrun, script, *words("killed", 4)))[0] == 0
+    alike("killed")
+    Path("died").unlink()
+    assert ended(fork(lambda *w: torchrun(dying, *w, restarts=1), *words("again", 4)))[0] == 0
+    assert Path("died").exists()
+    alike("again")
+
+
+@pytest.mark.parametrize("number, code, more", [
+    (signal.SIGTERM, 143, []), (signal.SIGINT, 130, []),
+    (signal.SIGINT, 130, ["--workers", "2", "--img_size", "8"])])
+def test_signals_end_a_run_with_one_line(words, number, code, more):
+    """Ctrl-C goes to all processes of the group, workers too (which smaller pictures need)."""
+    process = fork(script, *words("stopped", 1000), *more)
+    for _ in range(200):
+        time.sleep(0.05 * (not Path("runs/stopped/log.jsonl").exists()))
+    os.killpg(process.pid, number) if more else os.kill(process.pid, number)
+    got, lines = ended(process, 5)
+    assert got == code and len(lines) == 1 and "--resume" in lines[0], lines
+    assert train.read("runs/stopped/last.pt")["epoch"] >= 1
+
+
+def full(*inputs, **more):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("kind", ["fsync", "picture", "limit"])
+def test_a_full_disk(words, monkeypatch, kind):
+    """The last checkpoint stays, and a line says where nothing can be written."""
+    train.main([*map(str, words("full", 2))])
+    before = Path("runs/full/last.pt").read_bytes()
+
+    def tight():
+        if kind == "limit":                                # of the kernel: a file is half of it
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
+        script(*words("full", 4))
+    with monkeypatch.context() as patch:
+        if kind != "limit":
+            patch.setattr(*(os, "fsync") if kind == "fsync" else (Image.Image, "save"), full)
+        code, lines = ended(fork(tight))
+    assert code in (1, 2) and len(lines) == 1 and "runs/full/" in lines[0], lines[-3:]
+    assert Path("runs/full/last.pt").read_bytes() == before
+    assert len(open("runs/full/log.jsonl").readlines()) == 2
+
+
+# ------------------------------------------------------------------------------- not finite numbers
+
+def losing(monkeypatch, value, first):
+    """From the call `first` of MAE in training on, the loss is `value`; 0.125 before. The calls."""
+    forward, calls = train.MAE.forward, []
+
+    def instead(self, *inputs):
+        loss, _ = forward(self, *inputs)
+        calls.append(1)
+        loss = loss * value if len(calls) in first else loss * 0 + 0.125
+        return loss, {"loss": loss.detach()}
+    monkeypatch.setattr(train.MAE, "forward", instead)
+    return calls
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_at_once(words, monkeypatch, value):
+    """Not at the end of the epoch, of 40 steps; the epoch before is there."""
+    train.main([*map(str, words("lost", 2))])
+    with monkeypatch.context() as patch:
+        calls = losing(patch, value, range(4, 999))
+
+        def work():
+            try:
+                train.main([*map(str, words("lost", 4)), "--batch_size", "1", "--lr", "0.00123"])
+            finally:
+                Path("calls").write_text(str(len(calls)))
+        code, lines = ended(fork(work))
+    assert code in (1, 2) and len(lines) == 1, lines[-3:]
+    for part in ("step", "lr", "0.125", "runs/lost/last.pt", "--resume", "--lr", "--clip_grad"):
+        assert part in lines[0]
+    assert int(Path("calls").read_text()) < 40 and train.read("runs/lost/last.pt")["epoch"] == 2
+
+
+def test_steps_that_the_scaler_skips_are_no_errors(words, monkeypatch):
+    """fp16: until it has found its scale. The weights stay until then, the log is of the others."""
+    calls = losing(monkeypatch, math.inf, range(1, 4))
+    row = train.main([*map(str, words("half", 2)), "--amp", "fp16"])
+    assert len(calls) == 10 and row["epoch"] == 2
+    history = train.read("runs/half/last.pt")["history"]
+    assert all(math.isfinite(value) for row in history for value in row.values())
+
+
+# ------------------------------------------------------------------------------- any valid model
+
+def draw(seed):
+    """A method, its arguments and the number of visible patches that they ask for."""
+    r, name = random.Random(seed), [*METHODS][seed % len(METHODS)]
+    either, depth, in_chans = (lambda: r.random() < 0.5), r.randint(1, 3), r.randint(1, 5)
+    h, w, p, q = r.randint(2, 6), r.randint(2, 6), r.choice((1, 2, 3, 5, 8)), r.choice((2, 4, 7))
+    L, heads = h * w, r.choice((1, 2, 3, 4))
+    ratio = r.choice((0.25, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95, r.uniform(0.05, 0.95)))
+    while not 0 < int(L * (1 - ratio)) < L:
+        ratio = r.uniform(0.05, 0.95)
+    options = dict(img_size=(h * p, w * q), patch_size=(p, q), in_chans=in_chans, mask_ratio=ratio,
+                   dim=4 * heads * r.randint(1, 4), depth=depth, heads=heads)
+    if name == "minr":
+        layers, hidden, transinr = r.randint(1, 5), r.choice((4, 6, 8)), either()
+        own = sorted(r.sample(range(layers), r.randint(1, layers)))
+        outputs = {hidden if i < layers - 1 else in_chans for i in own}
+        groups = [g for g in range(1, 10) if not (transinr and any(b % min(g, b) for b in outputs))]
+        options |= dict(hypernetwork="transinr" if transinr else "ginr", mlp_depth=layers,
+                        modulated_layers=tuple(own), hidden_dim=hidden, groups=r.choice(groups),
+                        ff_dim=2 * r.randint(1, 5), ff_sigma=r.uniform(1, 99), out_bias=r.random(),
+                        loss_on=r.choice(("all", "masked")), coord_jitter=either(),
+                        pixel_fraction=r.uniform(0.01, 1), encode_visible_only=either())
+        return name, options
+    options["norm_pix_loss"] = either()
+    if name == "hypermae":
+        layers, blocks = r.randint(2, 6), r.randint(1, 3)
+        options |= dict(n_weight_tokens=r.randint(1, 6), feat2w_depth=blocks, mlp_depth=layers,
+                        shared_blocks=r.randint(0, min(blocks, depth)), hidden_dim=r.randint(1, 9),
+                        modulated_layer=r.randint(0, layers - 2), pe_dim=2 * r.randint(1, 5),
+                        pe_sigma=r.uniform(1, 2000), out_bias=r.random(), relu_around_m=either(),
+                        loss_on=r.choice(("masked", "all")))
+        return name, options
+    heads = r.choice((1, 2, 3))
+    options |= dict(decoder_dim=4 * heads * r.randint(1, 3), decoder_heads=heads,
+                    decoder_depth=r.randint(1, 3))
+    if name == "mae":
+        options["inter_block_attention"] = either()
+    elif name == "crossmae":
+        maps = r.choice(("all", "last", (*r.sample(range(depth - 1), r.randint(0, depth - 1)),
+                                         depth - 1)))
+        one = maps == "last"
+        options |= dict(prediction_ratio=r.uniform(0.01, 1) * ratio, feature_maps=maps,
+                        include_input=None if one else r.choice((None, True, False)),
+                        self_attention=either(), project_maps=not one and either())
+        n = depth if maps == "all" else len(maps)
+        several = n + (options["include_input"] is not False) > 1
+        options["softmax_weights"] = not one and several and either()
+    else:
+        teacher = dict(dim=8, depth=1, heads=2) if either() else None
+        options |= dict(branches=r.choice((1, 2)), beta=r.uniform(0.1, 3), teacher=teacher,
+                        distill_weight=r.choice((None, 0.0, 0.5)) if teacher else None)
+    return name, options
+
+
+def check_any(seed):
+    name, options = draw(seed)
+    torch.manual_seed(seed)
+    model, B = METHODS[name](**options), 2
+    L, ratio = model.encoder.num_patches, options["mask_ratio"]
+    K, numbers = int(L * (1 - ratio)), math.prod(options["patch_size"]) * options["in_chans"]
+    images, noise = torch.rand(B, options["in_chans"], *options["img_size"]), torch.rand(B, L)
+    seen = []                                              # what a CrossMAE predicts
+    if name == "crossmae":
+        model.decoder_pred.register_forward_hook(lambda *io: seen.append(io[2].shape))
+    for inputs in ((images, noise), (images,)):
+        loss, metrics = model(*inputs)
+        loss.backward()
+        assert all(math.isfinite(v) for v in metrics.values())
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    if name == "crossmae":
+        M = L - K - int(L * (ratio - options["prediction_ratio"]))
+        assert M > 0 and seen == [(B, M, numbers)] * 2
+    pred = model.predict(images, noise)
+    assert pred.shape == (B, L - K if name == "crossmae" else L, numbers) and pred.isfinite().all()
+    assert model.encoder.mask(images, noise, ratio)[0].shape == (B, K)
+    for more in ({}, dict(leak_free=True), dict(mask_ratio=0.5)):
+        painted, mask = model.eval().reconstruct(images, noise, **more)
+        shown = int(L * (1 - more.get("mask_ratio", ratio)))
+        assert painted.shape == images.shape and painted.isfinite().all()
+        assert mask.shape == (B, L) and mask.sum(1).tolist() == [L - shown] * B
+        hidden = model.encoder.pixels_of(mask).bool().expand_as(images)
+        assert torch.equal(painted[~hidden], images[~hidden])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_valid_model(seed):
+    check_any(seed)
+
+
+@pytest.mark.slow
+def test_many_valid_models():
+    for seed in range(40, 340):
+        try:
+            check_any(seed)
+        except Exception as error:
+            pytest.fail(f"seed {seed}, {draw(seed)}: {error!r}")
