@@ -49,9 +49,9 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_lr=0, crop=0.01,
              weight_decay=0, clip_grad=0, workers=0, eval_images=1, dim=1, depth=1, heads=1, k=1,
-             mixup=0, cutmix=0, randaug=0)
+             mixup=0, cutmix=0, randaug=0, decoder_dim=1, decoder_depth=1, decoder_heads=1)
 SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay", "same_class",
-          "mix")                                           # from 0 to 1
+          "mix", "momentum")                               # from 0 to 1
 PAIR_FLAGS = ("teacher", "same_class", "mix")              # of methods that learn from pairs
 WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 RECIPE = """
@@ -161,6 +161,9 @@ class Parser(argparse.ArgumentParser):
         signal.signal(signal.SIGTERM, stop)
         try:
             for name, value in vars(args).items():
+                for x in value if isinstance(value, (tuple, list)) else [value]:
+                    if isinstance(x, float) and not math.isfinite(x):
+                        raise ValueError(f"--{name} {x} is not a finite number")
                 if name in LEAST and value is not None and not value >= LEAST[name]:
                     raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
                 if name in SHARES and value is not None and not 0 <= value <= 1:
@@ -189,8 +192,12 @@ def settle(args, values):
     aside = vars(args).keys() | {"lr", "blr"} - rate
     values = {name: value for name, value in values.items() if name not in aside}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
-    if not isinstance(args.betas, tuple) or len(args.betas) != 2:
-        raise ValueError(f"--betas {args.betas} are not two numbers, as in 0.9,0.95")
+    if not (isinstance(args.betas, tuple) and len(args.betas) == 2
+            and all(0 <= beta < 1 for beta in args.betas)):
+        raise ValueError(f"--betas {args.betas} are not two numbers from 0 to below 1, as in "
+                         f"0.9,0.95")
+    if args.img_size and args.patch_size:                  # before data are made of that size
+        grid_of(pair(args.img_size), pair(args.patch_size))
     if 0 < args.epochs < args.warmup_epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
     return "recipe  " + ", ".join(f"{name} {value}" for name, value in values.items()
@@ -343,7 +350,10 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
         parts = list_folder(Path(name))
         files = parts[0][0]
         sample = range(0, len(files), math.ceil(len(files) / 50))
-        W, H = map(max, zip(*(read_or_next(files, i)[0].size for i in sample)))
+        try:
+            W, H = map(max, zip(*(read_or_next(files, i)[0].size for i in sample)))
+        except ValueError as error:
+            raise ValueError(f"--data {name}: {error}") from None
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         total = 3 * math.prod(img_size) * sum(len(files) for files, *_ in parts)
         if H <= img_size[0] and W <= img_size[1] and total < memory:
@@ -497,11 +507,11 @@ def start_processes(name=None):
 
 def mean_over_processes(sums, count, procs):
     """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
-    total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
+    total = torch.tensor([*map(float, sums.values()), float(count)], dtype=torch.float64)
     if procs.world > 1:
         dist.all_reduce(total := total.to(procs.device))
     *total, count = total.tolist()
-    return {name: value / count for name, value in zip(sums, total)}
+    return {name: value / count if count else math.nan for name, value in zip(sums, total)}
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -549,6 +559,8 @@ def read(path):
     if "method" in content and not all(isinstance(content.get(k), dict) for k in (
             "config", "flags", "model")):
         raise ValueError(f"{path} is not a whole checkpoint: it lacks config, flags or model")
+    if not all(value.isfinite().all() for value in state.values()):
+        raise ValueError(f"{path} holds weights that are not finite")
     return content
 
 
@@ -701,7 +713,7 @@ def name_run(args, name):
     """Settle on args.name, or this one. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name
     folder = Path(args.runs, args.name)
-    if Path(args.name).name != args.name:
+    if Path(args.name).name != args.name or args.name == "..":
         raise ValueError(f"--name {args.name} is not the name of a folder: --runs says where it is")
     if args.resume and args.overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
@@ -729,6 +741,8 @@ def open_run(args, procs, content, model, optimizer, scaler):
         if flags.get("optimizer") != args.optimizer:
             raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
                              f"has {flags.get('optimizer')}")
+        if saved["epoch"] and not saved["optimizer"].get("state") and args.optimizer != "sgd":
+            raise ValueError(f"{last} has lost its optimiser's state: --init {last} starts anew")
         restore(model, saved["model"], last)
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
         restore(optimizer, {**saved["optimizer"], "param_groups": groups}, last)
@@ -764,7 +778,11 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
     folder, history = open_run(args, procs, content, model, optimizer, scaler)
-    last, finite = folder / "last.pt", "none"              # the checkpoint, the last finite loss
+    last, finite, misses = folder / "last.pt", "none", 0   # the last finite loss, others after it
+
+    def write_log():
+        with replacing(folder / "log.jsonl") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in history).encode())
 
     def write(row):
         history.append(row)
@@ -774,8 +792,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
                 scaler=scaler.state_dict(), epoch=row["epoch"], history=history, seed=args.seed,
                 flags=vars(args), mean=model.mean, std=model.std, classes=feed.split.classes,
                 torch=str(torch.__version__)))
-            with replacing(folder / "log.jsonl") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in history).encode())
+            write_log()
             print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
 
     net = wrap(model, args, procs)
@@ -795,6 +812,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             generator.manual_seed(seed_of(args.seed, epoch, step))
             yield prepare(on_device[piece], pictures, labels, generator)
 
+    if history and procs.rank == 0:                        # it may have been killed before this
+        write_log()
     if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
     for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
@@ -816,27 +835,25 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             totals = {name: totals.get(name, 0) + torch.where(good, value, 0)
                       for name, value in metrics.items()}
             if step % 20 == 0 or step + 1 == steps:        # the only times the device is waited for
-                values, losses = torch.stack(losses).tolist(), []
-                bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
-                if len(bad) > (len(values) - 1 if scaler.is_enabled() else 0):
-                    raise SystemExit(
-                        f"the loss is {values[bad[0]]} at epoch {epoch + 1}, step "
-                        f"{step + 2 - len(values) + bad[0]} of {steps}, lr {lr:.1e}; the last "
-                        f"finite one is {[finite, *values[:bad[0]]][-1]}. Go on from "
-                        f"{last if history else 'the start'} with --resume and a lower --lr, "
-                        f"--clip_grad 1 or --amp fp32")
-                finite = [value for value in values if math.isfinite(value)][-1]
-                bar.set_postfix_str(f"loss {finite:.4f}, lr {lr:.1e}")
+                for i, value in enumerate(torch.stack(losses).tolist(), step + 2 - len(losses)):
+                    finite, misses = (value, 0) if math.isfinite(value) else (finite, misses + 1)
+                    if misses > 20 * scaler.is_enabled():  # it skips steps until its scale fits
+                        raise SystemExit(
+                            f"the loss is {value} at epoch {epoch + 1}, step {i} of {steps}, lr "
+                            f"{lr:.1e}; the last finite one is {finite}. Go on from "
+                            f"{last if history else 'the start'} with --resume and a lower --lr, "
+                            f"--clip_grad 1 or --amp fp32")
+                losses = []
+                bar.set_postfix_str(f"loss {value:.4f}, lr {lr:.1e}")
         means = mean_over_processes(totals, count, procs)
         seconds = time.perf_counter() - began
         speed = {"img_s": round(steps * args.batch_size / seconds, 1),
                  "wait": round(feed.waited / seconds, 3)}
-        replaced = mean_over_processes({"replaced": feed.replaced}, 1 / procs.world, procs)
+        replaced = mean_over_processes({"replaced": feed.replaced * procs.world}, 1, procs)
         for name, buffer in model.named_buffers() if procs.world > 1 else ():
             if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
-        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), **speed,
-               **(replaced if replaced["replaced"] else {})})
+        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), **speed, **replaced})
     return history[-1]
 
 
@@ -865,7 +882,8 @@ def save_picture(columns, path):
     zoom = max(1, 128 // max(columns[0].shape[2:]))
     cells = torch.stack([F.interpolate(x, columns[0].shape[2:]) for x in columns], dim=1)
     cells = cells.flatten(0, 1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
+    with replacing(path) as file:
+        torchvision.utils.save_image(cells, file, "png", nrow=len(columns), pad_value=1)
 
 
 def shade(pictures, hidden):

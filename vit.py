@@ -82,7 +82,7 @@ def sincos_pos_embed(dim, grid):
     half of the channels has the column, the second the row, each [sin | cos] of dim/4 frequencies.
     ValueError unless dim is a multiple of 4."""
     if dim % 4:
-        raise ValueError(f"sin-cos positions need a width that is a multiple of 4, not {dim}")
+        raise ValueError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     row, col = torch.meshgrid(*(torch.arange(n).double() for n in grid), indexing="ij")  # (h, w)
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
     col, row = (x.reshape(-1, 1) * frequency for x in (col, row))      # (L, dim/4)

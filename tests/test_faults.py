@@ -70,7 +70,7 @@ train | --schedule step                        | --schedule step is not one of c
 train | --mask stripes                         | --mask ; stripes ; random
 train | --mask_ratio 0                         | mask_ratio 0.0 shows ; between 0 and 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 shows 0 of 16
-train | --mask_ratio nan                       | mask_ratio nan ; between 0 and 1
+train | --mask_ratio nan                       | --mask_ratio nan is not a finite number
 train | --img_size 0                           | --img_size ; 0
 train | --img_size 32,                         | --img_size ; '32,'
 train | --img_size a,b                         | --img_size ; a,b
@@ -80,7 +80,7 @@ train | --patch_size 5                         | img_size (16, 16) ; patch_size 
 train | --size giant                           | --size ; giant ; huge
 train | --depth 0                              | --depth 0 is less than 1
 train | --heads 3                              | width 16 is not a multiple of 3 heads
-train | --dim 18                               | dim ; multiple of 4, not 18
+train | --dim 18                               | dim 18 is not a multiple of 4
 train | --decoder_dim 0                        | decoder_dim ; 0
 train | --decoder_dim 16 --decoder_heads 3     | width 16 is not a multiple of 3 heads
 train | --decoder_depth -1                     | decoder_depth -1
@@ -125,14 +125,13 @@ train | --method imae --distill_weight inf     | distill_weight inf
 train | --method imae --teacher gone.pt        | there is no checkpoint gone.pt
 train | --method imae --teacher runs/cross/last.pt | --teacher runs/cross/last.pt is not an MAE
 train | --method imae --teacher runs/student/last.pt | runs/student/last.pt is not an MAE
-train | --method imae --teacher runs/mae/last.pt --distill_weight 0 | --teacher ; distill_weight 0
 train | --method imae --teacher runs/mae/last.pt --patch_size 8 | (4, 4), this model (8, 8)
 train | --method imae --teacher runs/mae/last.pt --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval                                 | --eval ; argument
 eval  | --eval gone.pt                         | there is no checkpoint gone.pt
 eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt is of method classifier ; mae
 eval  | --mask_ratios 2                        | mask_ratio 2.0 shows ; between 0 and 1
-eval  | --mask_ratios nan                      | mask_ratio nan ; between 0 and 1
+eval  | --mask_ratios nan                      | --mask_ratios nan is not a finite number
 eval  | --eval_images 0                        | --eval_images 0 is less than 1
 eval  | --size tiny                            | --size does not go with --eval: the checkpoint
 eval  | --epochs 3                             | unknown argument --epochs
