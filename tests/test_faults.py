@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -227,11 +228,12 @@ def torchrun(work, *words, restarts=0):
 
 
 def ended(process, seconds=60):
-    """Its exit code, once it has ended, and the lines of its stderr."""
+    """Its exit code, once it has ended, and the lines of its stderr. Nothing of it is left."""
     process.join(seconds)
-    if process.exitcode is None:
+    code = process.exitcode
+    with suppress(ProcessLookupError):                     # a worker whose parent died too early
         os.killpg(process.pid, signal.SIGKILL)
-    return process.exitcode, Path("err").read_text().strip().splitlines()
+    return code, Path("err").read_text().strip().splitlines()
 
 
 def test_wrong_command_lines_in_processes(desk):
@@ -471,12 +473,13 @@ def words(pretrain, folder):
 
 
 def endure(words, kills, epochs):
-    """A run that is killed at random times is the one that never was."""
+    """A run that is killed at random times, before it can be through, is the one that never was."""
+    began = time.time()
     train.main([*map(str, words("straight", epochs))])
-    r = random.Random(kills)
+    r, share = random.Random(kills), (time.time() - began) / kills
     for _ in range(kills):
         process = fork(script, *words("killed", epochs))
-        time.sleep(r.uniform(0.1, 0.6))
+        time.sleep(r.uniform(0.1, 0.95) * share)
         process.kill()
         assert ended(process)[0] == -signal.SIGKILL
         if Path("runs/killed/last.pt").exists():
