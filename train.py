@@ -10,6 +10,7 @@ import difflib
 import inspect
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -156,9 +157,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {word}" + (
                 f": it belongs to {' and '.join(owners)}" if owners else
                 f": did you mean --{near[0]}?" if near else ""))
-        def stop(*_):
-            raise KeyboardInterrupt(143)
-        signal.signal(signal.SIGTERM, stop)
+        for number in (signal.SIGINT, signal.SIGTERM) if argv is None else ():
+            signal.signal(number, partial(stop, args, os.getpid()))
         try:
             for name, value in vars(args).items():
                 for x in value if isinstance(value, (tuple, list)) else [value]:
@@ -173,14 +173,22 @@ class Parser(argparse.ArgumentParser):
             row = run(args)
         except ValueError as error:
             self.error(error)
-        except KeyboardInterrupt as signal_:
-            last = Path(getattr(args, "runs", ""), getattr(args, "name", None) or "", "last.pt")
-            self.exit(*signal_.args or (130,), "" if int(os.environ.get("RANK", 0)) else (
-                f"\nstopped; the same command with --resume goes on from {last}\n"
-                if last.is_file() else "\nstopped; there is no checkpoint yet\n"))
         if dist.is_initialized():
             dist.destroy_process_group()
         return row
+
+
+def stop(args, script, number, _):
+    """What the process `script` does on a signal: end at once, and say how to go on. (An exception
+    would get lost where it meets the end of a DataLoader.)"""
+    if os.getpid() == script:                              # not a worker that it has forked
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        last = Path(getattr(args, "runs", ""), getattr(args, "name", None) or "", "last.pt")
+        line = (f"the same command with --resume goes on from {last}" if last.is_file() else
+                "there is no checkpoint yet")
+        os.write(2, f"\nstopped: {line}\n".encode() * (os.environ.get("RANK", "0") == "0"))
+    os._exit(128 + number)
 
 
 def settle(args, values):
@@ -500,8 +508,11 @@ def start_processes(name=None):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if "RANK" in os.environ:                               # after a restart, forget who was there
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                                 next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=world)
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
@@ -551,7 +562,8 @@ def read(path):
     except Exception as error:                             # a broken file can raise anything
         code = re.search(r"GLOBAL (\S+)", str(error))
         why = (f"it would run code ({code[1]}), which is refused" if code else
-               f"it is broken or another kind of file ({type(error).__name__})")
+               f"it is broken, no checkpoint, or a pickle, which could run code "
+               f"({type(error).__name__})")
         raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
     state = content.get("model", content) if isinstance(content, dict) else None
     if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):

@@ -64,7 +64,7 @@ def test_sincos_against_the_formula():
             f(a) for part in (col_angles, row_angles) for f in (math.sin, math.cos) for a in part
         ]
         assert torch.allclose(table[0, 1 + row * 5 + col], torch.tensor(wanted), atol=1e-6)
-    with pytest.raises(ValueError, match="multiple of 4, not 18"):
+    with pytest.raises(ValueError, match="18 is not a multiple of 4"):
         sincos_pos_embed(18, (2, 2))
 
 
@@ -214,7 +214,7 @@ def test_initialisation():
         (dict(img_size=182), "img_size 182 is not a multiple of patch_size"),
         (dict(img_size=(8, 13)), r"img_size \(8, 13\) is not a multiple of patch_size \(2, 4\)"),
         (dict(heads=3), "width 16 is not a multiple of 3 heads"),
-        (dict(dim=18), "multiple of 4, not 18"),
+        (dict(dim=18), "18 is not a multiple of 4"),
     ],
 )
 def test_impossible_sizes(kwargs, words):
