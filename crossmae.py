@@ -278,27 +278,3 @@ class CrossMAE(nn.Module):
             mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
             figures["map_weights"] = ((0.5 + 0.5 * W / W.abs().max() - mean) / std)[None, None]
         return figures
-
-
-@torch.no_grad()
-def decoder_attention(mae, images, noise=None):
-    """The observation of Sec. 1: how much hidden tokens of an MAE's decoder attend to visible
-    tokens, class token included, and to hidden ones. A row a block and one for their sum: the mean
-    over pairs of tokens, summed over heads (Table 6), and the plain share of the visible (mean)."""
-    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, mae.mask_ratio)
-    inputs, rows, K = [], [], 1 + ids_keep.shape[1]
-    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for block in mae.decoder_blocks]
-    mae.decode(mae.encode(images, ids_keep), ids_keep, ids_mask, ids_mask.shape[1])
-    for i, (block, x, hook) in enumerate(zip(mae.decoder_blocks, inputs, hooks)):
-        hook.remove()
-        qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
-        q, k, _ = qkv.permute(2, 0, 3, 1, 4)                           # (B, heads, 1+L, E/heads)
-        share = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)  # (.., M, 1+L)
-        visible, hidden = share[..., :K], share[..., K:]
-        rows.append({"block": i, "visible": visible.mean((0, 2, 3)).sum().item(),
-                     "hidden": hidden.mean((0, 2, 3)).sum().item(),
-                     "share of visible": visible.sum(3).mean().item()})
-    total = {name: sum(row[name] for row in rows) for name in rows[0]}
-    total["share of visible"] /= len(rows)
-    return [*rows, {**total, "block": "sum"}]

@@ -27,8 +27,8 @@ Where paper and released code differ, and what is done here:
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_pos_embed, take,
-                 visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, mask_noise,
+                 sincos_pos_embed, take, visible_count)
 
 
 class MAE(nn.Module):
@@ -130,3 +130,32 @@ class MAE(nn.Module):
         pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])   # (B, M, p*p*C)
         return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
                                   leak_free), mask
+
+    @torch.no_grad()
+    def measures(self, train, val, noise=None):
+        """What CrossMAE starts from (its Sec. 1): how much the hidden tokens of 250 images val
+        (N,C,H,W), normalised, attend to visible tokens, class token included, and to hidden ones.
+        {title: a row a decoder block, and one for their sum}: means over pairs of tokens, summed
+        over heads (its Table 6), and the plain share of the visible (mean). `train` is not used."""
+        images, inputs, rows = val[:250], [], []
+        if noise is None:                                              # the same in each call
+            g = torch.Generator().manual_seed(0)
+            noise = mask_noise("random", len(images), self.encoder.grid, generator=g).to(val.device)
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+                 for block in self.decoder_blocks]
+        self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, ids_mask.shape[1])
+        K = 1 + ids_keep.shape[1]
+        for i, (block, x, hook) in enumerate(zip(self.decoder_blocks, inputs, hooks)):
+            hook.remove()
+            qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
+            q, k, _ = qkv.permute(2, 0, 3, 1, 4)                       # (B, heads, 1+L, E/heads)
+            share = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)  # M, 1+L
+            visible, hidden = share[..., :K], share[..., K:]
+            rows.append({"block": i, "visible": visible.mean((0, 2, 3)).sum().item(),
+                         "hidden": hidden.mean((0, 2, 3)).sum().item(),
+                         "share of visible": visible.sum(3).mean().item()})
+        total = {name: sum(row[name] for row in rows) for name in rows[0]} | {"block": "sum"}
+        total["share of visible"] /= len(rows)
+        return {f"attention of the decoder's hidden tokens, mean of {len(images)} images":
+                [*rows, total]}

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossBlock, CrossMAE, decoder_attention
+from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
@@ -185,8 +185,8 @@ def stop(args, script, number, _):
         for worker in multiprocessing.active_children():
             worker.kill()
         last = Path(getattr(args, "runs", ""), getattr(args, "name", None) or "", "last.pt")
-        line = (f"the same command with --resume goes on from {last}" if last.is_file() else
-                "there is no checkpoint yet")
+        line = (f"the same command with --resume goes on from {last}" if len(last.parts) > 1 and
+                last.is_file() else "no checkpoint to --resume from was written")
         os.write(2, f"\nstopped: {line}\n".encode() * (os.environ.get("RANK", "0") == "0"))
     os._exit(128 + number)
 
@@ -287,25 +287,28 @@ def read_picture(file):
     if it is not one."""
     try:
         with Image.open(file) as picture:
-            picture = ImageOps.exif_transpose(picture)
+            ImageOps.exif_transpose(picture, in_place=True)
             if picture.mode.startswith("I"):               # convert would cut off what is above 255
                 picture = picture.point(lambda value: value / 256).convert("L")
             if "A" in picture.mode or "transparency" in picture.info:
                 picture = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            return picture.convert("RGB")
+            picture.load()
+            return picture if picture.mode == "RGB" else picture.convert("RGB")
     except Exception as error:                             # a broken file can raise anything
         raise ValueError(f"{file} cannot be read as a picture: {error}") from None
 
 
 def read_or_next(files, i):
-    """The first picture from the i-th on, in a circle, that can be read, and its index."""
+    """The first picture from the i-th on, in a circle, that can be read, its index, and why it is
+    not the i-th."""
+    why = ""
     for j in [*range(i, len(files)), *range(i)]:
         try:
-            return read_picture(files[j]), j
-        except ValueError as caught:
-            error = caught
-    raise ValueError(f"none of {len(files)} pictures can be read, the last: {error}")
+            return read_picture(files[j]), j, why
+        except ValueError as error:
+            why = why or f"{error}; another picture replaces it"
+    raise ValueError(f"none of {len(files)} pictures can be read: {why}")
 
 
 def cover(picture, img_size, border=0.0):
@@ -316,24 +319,23 @@ def cover(picture, img_size, border=0.0):
 def read_all(files, labels, classes, img_size):
     """The fields of a Split of files, with the middles of the pictures in the size (H, W)."""
     def read_one(i):
-        picture, used = read_or_next(files, i)
-        return v2.functional.pil_to_tensor(cover(picture, img_size)), used
+        picture, *rest = read_or_next(files, i)
+        return v2.functional.pil_to_tensor(cover(picture, img_size)), *rest
     with ThreadPoolExecutor() as pool:
         bar = tqdm(range(len(files)), "reading", leave=False, disable=None)
-        pictures, used = zip(*pool.map(read_one, bar))
-    used, replaced = torch.tensor(used), set()
-    note_replaced(files, torch.arange(len(files)), used, replaced)
-    return torch.stack(pictures), torch.tensor(labels)[used], classes, replaced
+        pictures, used, why = zip(*pool.map(read_one, bar))
+    first = os.environ.get("RANK", "0") == "0"             # all processes read the same
+    note_replaced(range(len(files)), why, replaced := set(), say=first)
+    return torch.stack(pictures), torch.tensor(labels)[[*used]], classes, replaced
 
 
-def note_replaced(files, ids, used, replaced):
-    """Add to the set `replaced` what `used` has another index for than `ids`; say it once."""
-    for i in set(ids[ids != used].tolist()) - replaced:
-        replaced.add(i)
-        try:
-            read_picture(files[i])
-        except ValueError as error:
-            tqdm.write(f"{error}; another picture replaces it")
+def note_replaced(ids, why, replaced, say=True):
+    """Add to the set `replaced` those of ids that have a `why`, and say it once."""
+    for i, error in zip(ids, why):
+        if error and i not in replaced:
+            replaced.add(i)
+            if say:
+                tqdm.write(error)
 
 
 def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
@@ -393,19 +395,19 @@ def draw_partners(order, labels, same_class, generator):
 
 
 class Samples:
-    """Pictures, and the indices used, for DataLoader's workers. The transform draws from a seed,
-    the key (..., index)."""
+    """What read_or_next gives, for DataLoader's workers, with the picture transformed. The
+    transform draws from a seed, the key (..., index)."""
 
     def __init__(self, pictures, transform):
         self.pictures, self.transform = pictures, transform
 
     def __getitem__(self, key):
         *_, i = key
-        picture, used = ((self.pictures[i], i) if torch.is_tensor(self.pictures) else
-                         read_or_next(self.pictures, i))
+        picture, *rest = ((self.pictures[i], i, "") if torch.is_tensor(self.pictures) else
+                          read_or_next(self.pictures, i))
         with torch.random.fork_rng(devices=[]):            # changes nothing outside
             torch.default_generator.manual_seed(seed_of(*key))
-            return self.transform(picture), used
+            return self.transform(picture), *rest
 
 
 class Feed:
@@ -428,13 +430,14 @@ class Feed:
         self.keys[:] = [[(*seeds, i) for i in batch.tolist()] for batch in ids]
         split, replaced = self.split, self.split.replaced
         stream = iter(self.loader or (
-            (split.pictures[batch.to(self.device, non_blocking=True)], batch) for batch in ids))
+            (split.pictures[batch.to(self.device, non_blocking=True)], batch, ()) for batch in ids))
         for batch in ids:
             began = time.perf_counter()
-            pictures, used = next(stream)
+            pictures, used, why = next(stream)
             self.waited += time.perf_counter() - began
-            note_replaced(split.pictures, batch, used, replaced)
-            self.replaced += sum(i in replaced for i in batch.tolist()) if replaced else 0
+            note_replaced(batch.tolist(), why, replaced)
+            why = why or [i in replaced for i in batch.tolist()]       # (those in memory)
+            self.replaced += sum(map(bool, why))
             yield (pictures.to(self.device, non_blocking=True),
                    split.labels[used].to(self.device, non_blocking=True))
 
@@ -508,11 +511,12 @@ def start_processes(name=None):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
-    if "RANK" in os.environ:                               # after a restart, forget who was there
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                                 next(dist.rendezvous("env://"))[0])
+    if "RANK" in os.environ:
+        store = next(dist.rendezvous("env://"))[0]
+        if world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):        # machines count their own
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
-                                world_size=world)
+                                world_size=world)                      # restarted: with new names
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
@@ -551,7 +555,8 @@ def save(path, content):
 
 
 def read(path):
-    """A checkpoint, this project's or a released one: a dict. ValueError if it cannot be read."""
+    """A checkpoint, a dict; of a released one {"model": in our names}. ValueError if it cannot be
+    read."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
@@ -573,7 +578,7 @@ def read(path):
         raise ValueError(f"{path} is not a whole checkpoint: it lacks config, flags or model")
     if not all(value.isfinite().all() for value in state.values()):
         raise ValueError(f"{path} holds weights that are not finite")
-    return content
+    return content if "method" in content else {"model": from_released(state)}
 
 
 def restore(target, state, path):
@@ -602,11 +607,11 @@ def read_sizes(path, heads=None):
     """What a checkpoint says of its encoder: sizes, mean, std and norm, whether it has a final one;
     and the data it was trained on, if known. Released ones: ImageNet's mean and std."""
     content = read(path)
-    if "method" in content:
-        config, state, data = content["config"], content["model"], content["flags"].get("data")
-        mean, std = content["mean"], content["std"]
+    state, config, data = content["model"], content.get("config"), None
+    mean, std = content.get("mean", IMAGENET_MEAN), content.get("std", IMAGENET_STD)
+    if config:
+        data = content["flags"].get("data")
     else:                                                  # a released one: read it off the shapes
-        state, data, mean, std = from_released(content), None, IMAGENET_MEAN, IMAGENET_STD
         try:
             dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
             side = round((state["encoder.pos_embed"].shape[1] - 1) ** 0.5)
@@ -628,7 +633,7 @@ def read_teacher(path, config):
     """A checkpoint's MAE as the teacher of a model of `config`: its {dim, depth, heads} and its
     weights. ValueError if it is none, or of other patches or another decoder width."""
     content, (sizes, _) = read(path), read_sizes(path)
-    state = content["model"] if "method" in content else from_released(content)
+    state = content["model"]
     if content.get("method", "mae") != "mae" or "map_weights" in state or not state.keys() >= {
             "decoder_embed.weight", "encoder.norm.weight"}:
         raise ValueError(f"--teacher {path} is not an MAE with its decoder embedding, or is one "
@@ -644,11 +649,9 @@ def initialize(model, path):
     """Start `model` from the encoder in a checkpoint, this project's or a released one: the notes
     and the ValueError of vit.transfer."""
     content = read(path)
-    ours = "method" in content
-    state = content["model"] if ours else from_released(content)
     try:
-        return transfer(model, getattr(model, "from_mae", dict)(state),
-                        grid_of(**content["config"]) if ours else None)
+        return transfer(model, getattr(model, "from_mae", dict)(content["model"]),
+                        grid_of(**content["config"]) if "config" in content else None)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
 
@@ -664,10 +667,9 @@ def weight_decay_groups(model, weight_decay):
 
 def make_optimizer(args, groups, procs):
     """The recipe's optimiser, fused where torch has it."""
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
-    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=args.betas, fused=procs.device.type != "mps")
+    kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
+    own = dict(momentum=args.momentum) if kind is torch.optim.SGD else dict(betas=args.betas)
+    return kind(groups, lr=args.lr, fused=procs.device.type != "mps", **own)
 
 
 def learning_rate(t, lr, epochs, warmup_epochs=0, schedule="cosine", min_lr=0.0):
@@ -693,6 +695,7 @@ def wrap(model, args, procs):
         if isinstance(module, (Block, CrossBlock)):        # keeps what goes in, not what is inside
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     if procs.world > 1:
+        torch._dynamo.config.optimize_ddp = not args.grad_checkpointing    # not both in torch 2.6
         options = inspect.signature(DistributedDataParallel).parameters    # renamed in torch 2.13
         buffers = {"forward_sync_buffers", "broadcast_buffers"} & options.keys()
         model = DistributedDataParallel(model, gradient_as_bucket_view=True,
@@ -761,7 +764,7 @@ def open_run(args, procs, content, model, optimizer, scaler):
         if saved["scaler"]:
             restore(scaler, saved["scaler"], last)
         changed = [f"--{name} {value} was {flags.get(name)}" for name, value in vars(args).items()
-                   if value != flags.get(name) and name != "resume"]
+                   if value != flags.get(name) and name not in ("resume", "overwrite")]
         if procs.rank == 0:
             print("resumed", f"after epoch {saved['epoch']}", *changed, sep="; ")
     try:
@@ -778,8 +781,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
 
     `feed` has the training split; prepare(rows, pictures, labels, generator) makes the model's
     arguments of a piece, the `rows` of the global batch, followed by their partners where the model
-    learns from pairs; evaluate() -> {name: value} runs after each epoch. Then log.jsonl and last.pt
-    are written: `content`, weights, optimiser, flags."""
+    learns from pairs; evaluate() -> {name: value} runs after each epoch. Then last.pt is written,
+    `content`, weights, optimiser and flags, and then log.jsonl."""
     device, n = procs.device, len(feed.split.labels)
     if args.batch_size % (procs.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {procs.world} "
@@ -790,7 +793,16 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
     folder, history = open_run(args, procs, content, model, optimizer, scaler)
-    last, finite, misses = folder / "last.pt", "none", 0   # the last finite loss, others after it
+    last, done = folder / "last.pt", history[-1]["epoch"] if history else 0
+    if mean_over_processes({"epoch": done}, 1, procs)["epoch"] != done:
+        raise ValueError(f"--runs {args.runs} is not one folder for all processes: some find a run "
+                         f"to --resume after epoch {done}, others not")
+    finite, misses = "none", 0                             # the last finite loss, others after it
+
+    def give_up(what):
+        raise SystemExit(f"{what}; the last finite loss is {finite}. Go on from "
+                         f"{last if history else 'the start'} with --resume and a lower --lr, "
+                         f"--clip_grad 1 or --amp fp32")
 
     def write_log():
         with replacing(folder / "log.jsonl") as file:
@@ -828,7 +840,10 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
         write_log()
     if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
-    for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
+    for epoch in range(done, args.epochs):
+        def rate(step):
+            return learning_rate(epoch + step / steps, args.lr, args.epochs, args.warmup_epochs,
+                                 args.schedule, args.min_lr)
         torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
         totals, count, losses, feed.waited, feed.replaced = {}, 0, [], 0, 0
@@ -836,36 +851,33 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
         bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", unit="img", leave=False,
                    unit_scale=args.batch_size, disable=procs.rank > 0 or None)
         for step in bar:
-            lr = learning_rate(epoch + step / steps, args.lr, args.epochs, args.warmup_epochs,
-                               args.schedule, args.min_lr)
             for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                group["lr"] = rate(step) * group.get("lr_scale", 1.0)
             metrics = train_step(net, optimizer, scaler, batches, args, dtype)
             losses.append(metrics["loss"] / args.accum)
-            good = losses[-1].isfinite()                   # or fp16's scaler skips the step
+            good = losses[-1].isfinite()                   # if not, fp16's scaler skips the step
             count = count + good * args.accum
             totals = {name: totals.get(name, 0) + torch.where(good, value, 0)
                       for name, value in metrics.items()}
             if step % 20 == 0 or step + 1 == steps:        # the only times the device is waited for
-                for i, value in enumerate(torch.stack(losses).tolist(), step + 2 - len(losses)):
+                for i, value in enumerate(torch.stack(losses).tolist(), step + 1 - len(losses)):
                     finite, misses = (value, 0) if math.isfinite(value) else (finite, misses + 1)
                     if misses > 20 * scaler.is_enabled():  # it skips steps until its scale fits
-                        raise SystemExit(
-                            f"the loss is {value} at epoch {epoch + 1}, step {i} of {steps}, lr "
-                            f"{lr:.1e}; the last finite one is {finite}. Go on from "
-                            f"{last if history else 'the start'} with --resume and a lower --lr, "
-                            f"--clip_grad 1 or --amp fp32")
+                        give_up(f"the loss is {value} at epoch {epoch + 1}, step {i + 1} of "
+                                f"{steps}, lr {rate(i):.1e}")
                 losses = []
-                bar.set_postfix_str(f"loss {value:.4f}, lr {lr:.1e}")
+                bar.set_postfix_str(f"loss {value:.4f}, lr {rate(step):.1e}")
+        if not all(p.isfinite().all() for p in model.parameters()):
+            give_up(f"weights are not finite after epoch {epoch + 1}, lr {rate(step):.1e}")
         means = mean_over_processes(totals, count, procs)
+        replaced = mean_over_processes({"replaced": feed.replaced * procs.world}, 1, procs)
         seconds = time.perf_counter() - began
         speed = {"img_s": round(steps * args.batch_size / seconds, 1),
                  "wait": round(feed.waited / seconds, 3)}
-        replaced = mean_over_processes({"replaced": feed.replaced * procs.world}, 1, procs)
         for name, buffer in model.named_buffers() if procs.world > 1 else ():
             if name.endswith(("running_mean", "running_var")):             # BatchNorm's
                 dist.all_reduce(buffer.div_(procs.world))
-        write({"epoch": epoch + 1, "lr": lr, **means, **evaluate(), **speed, **replaced})
+        write({"epoch": epoch + 1, "lr": rate(step), **means, **evaluate(), **speed, **replaced})
     return history[-1]
 
 
@@ -974,18 +986,11 @@ def compare(args):
             file = Path(path).with_name(f"{name}.png")
             save_picture(denormalize(cells, model).unbind(1), file)
             notes.append(f"see     {file}")
-        if isinstance(model, MAE):
-            ids, pictures, _ = next(iter(val_batches(val, args, alone, img_size, 250)))
-            noise = eval_noise(args.mask, ids, model.encoder.grid).to(procs.device)
-            attention = decoder_attention(model, normalize(pictures, model), noise)
-            notes += [f"{path}: attention of the decoder's hidden tokens, mean of {len(ids)} "
-                      f"pictures", as_table(attention)]
-        if hasattr(model, "measures") and min(args.eval_images, len(val.labels)) >= 10:
+        if hasattr(model, "measures"):
             parts = [torch.cat([normalize(x, model) for _, x, _ in val_batches(
                 part, args, alone, img_size, args.eval_images)]) for part in (train, val)]
-            notes += [f"{path}: dB of hidden pixels of the subordinate image and, with a teacher, "
-                      f"R^2 of linear maps to its latents, fitted on {len(parts[0])} pictures",
-                      as_table(model.measures(*parts))]
+            for title, table in model.measures(*parts).items():
+                notes += [f"{path}: {title}", as_table(table)]
     if procs.rank == 0:
         print(f"PSNR, dB, mean over {min(args.eval_images, len(val.labels))} of {args.data}")
         print(as_table(rows), *notes, sep="\n")

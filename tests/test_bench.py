@@ -7,12 +7,12 @@ from tests import bench
 from tests.test_methods import giga_macs
 from train import METHODS, as_table
 
-TINY = "--dim 32 --depth 4 --heads 2 --size tiny --img_size 32 --patch_size 8 --batch_size 4".split()
+TINY = "--size tiny --dim 32 --depth 4 --heads 2 --img_size 32 --patch_size 8".split()
 DECODER = ":decoder_dim=32:decoder_depth=2:decoder_heads=2"
 
 
 def measured(*words):
-    return bench.main([*TINY, "--warmup", "1", "--steps", "2", *words])
+    return bench.main([*TINY, "--batch_size", "4", "--warmup", "1", "--steps", "2", *words])
 
 
 def test_a_row_for_every_method(capsys):
@@ -64,8 +64,8 @@ def test_bfloat16_keeps_less():
 
 
 @pytest.mark.parametrize("spec, said", [
-    ("gan", "--method gan is not one of mae crossmae"), ("mae:depht=3", "mae has no argument depht"),
-    ("mae:mask_ratio=2", "mask_ratio 2 shows")])
+    ("gan", "--method gan is not one of mae crossmae"),
+    ("mae:depht=3", "mae has no argument depht"), ("mae:mask_ratio=2", "mask_ratio 2 shows")])
 def test_wrong_methods(spec, said):
     with pytest.raises(ValueError, match=said):
         measured("--method", spec)

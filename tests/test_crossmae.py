@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train
-from crossmae import CrossMAE, decoder_attention
+from crossmae import CrossMAE
 from tests.conftest import ROOT
 from tests.golden import load, replay
 from tests.test_methods import build, images_and_noise
@@ -224,32 +224,3 @@ def test_heat_map():
     seen = train.denormalize(heat[0], model)[0]
     wanted = torch.tensor([[0.5, 0.75, 0.0], [1.0, 0.625, 0.5]])
     assert heat.shape == (1, 1, 3, 2, 3) and torch.allclose(seen[0], wanted, atol=1e-6)
-
-
-def test_attention_of_an_mae():
-    """Written out for one block; attention of a row sums to the number of heads (Table 6); uniform
-    attention gives the share of the visible tokens."""
-    mae, (images, noise) = build("mae", decoder_depth=3), images_and_noise()
-    rows = decoder_attention(mae, images, noise)
-    assert [row["block"] for row in rows] == [0, 1, 2, "sum"]
-    for row in rows[:3]:                                   # 7 visible with [CLS], 18 hidden
-        assert 7 * row["visible"] + 18 * row["hidden"] == pytest.approx(2, abs=1e-5)
-        assert 0.5 * 7 * row["visible"] == pytest.approx(row["share of visible"], abs=1e-6)
-    assert rows[3]["visible"] == pytest.approx(sum(row["visible"] for row in rows[:3]))
-    assert all(not block._forward_pre_hooks for block in mae.decoder_blocks)
-
-    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, 0.75)
-    x = mae.decoder_embed(mae.encode(images, ids_keep))
-    pos = mae.decoder_pos_embed[0]
-    x = torch.cat([x + pos[torch.cat([torch.zeros(3, 1).long(), ids_keep + 1], 1)],
-                   mae.mask_token + pos[ids_mask + 1]], dim=1)
-    attn, heads = mae.decoder_blocks[0].attn, []
-    q, k, _ = attn.qkv(mae.decoder_blocks[0].norm1(x)).chunk(3, dim=-1)
-    for q, k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1)):
-        heads.append((q @ k.transpose(1, 2) / 8 ** 0.5).softmax(-1))
-    wanted = sum(head[:, 7:, :7].mean() for head in heads)
-    assert rows[0]["visible"] == pytest.approx(wanted.item(), abs=1e-6)
-
-    for block in mae.decoder_blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight)
-    assert decoder_attention(mae, images, noise)[3]["share of visible"] == pytest.approx(7 / 25)

@@ -144,14 +144,15 @@ def test_ridge_r2():
 @pytest.mark.parametrize("branches", [1, 2])
 def test_measures(branches):
     """A row a weight, R^2 for each branch where there is a teacher."""
-    images = images_and_noise(12)[0]
+    images = images_and_noise(18)[0]
     model = build("imae", branches=branches, teacher=TEACHER)
-    rows = model.measures(images[:8], images[8:])
+    (rows,) = model.measures(images[:8], images[8:]).values()
     names = ("subordinate", "dominant")[:branches]
     assert [row["mix"] for row in rows] == [*MIXES] and all([*row] == [
         "mix", "psnr", *(f"{s} {n}" for s in ("branch", "mixed") for n in names)] for row in rows)
-    plain = build("imae", branches=branches).measures(images[:8], images[8:])
+    (plain,) = build("imae", branches=branches).measures(images[:8], images[8:]).values()
     assert [*plain[0]] == ["mix", "psnr"]
+    assert model.measures(images[:8], images[8:17]) == {}
 
 
 def test_measures_find_what_is_there():
@@ -176,7 +177,7 @@ def test_measures_find_what_is_there():
             return 2 * teach(asked[self.which], ids_keep) + 1
     own = model.decoder_embed
     model.mixture, model.decoder_embed = remember, torch.nn.ModuleList([Oracle(0), Oracle(1)])
-    row = model.measures(images[:200], images[200:])[2]
+    row = [*model.measures(images[:200], images[200:]).values()][0][2]
     assert row["branch subordinate"] > 0.99 and row["branch dominant"] > 0.99
     assert row["mixed subordinate"] < row["mixed dominant"] < 0.95
     model.mixture, model.decoder_embed = mixture, own
@@ -190,7 +191,7 @@ def test_measures_find_what_is_there():
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (model.mean, model.std))
     error = ((painted[0] * std + mean).clamp(0, 1) - (val * std + mean)).square()
     wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
-    assert abs(model.measures(val[:2], val)[2]["psnr"] - wanted) < 1e-3
+    assert abs([*model.measures(val[:2], val).values()][0][2]["psnr"] - wanted) < 1e-3
 
 
 def test_figure():

@@ -34,3 +34,33 @@ def test_inter_block_attention_mixes_all_maps():
     with torch.no_grad():                                  # the last map alone is plain MAE
         model.map_weights.copy_(torch.tensor([0.0, 0.0, 1.0]))
     assert torch.allclose(model(images, noise)[0], build("mae")(images, noise)[0], atol=1e-6)
+
+
+def test_attention_of_an_mae():
+    """Written out for one block; attention of a row sums to the number of heads (Table 6); uniform
+    attention gives the share of the visible tokens."""
+    mae, (images, noise) = build("mae", decoder_depth=3), images_and_noise()
+    (rows,) = mae.measures(None, images, noise).values()
+    assert [row["block"] for row in rows] == [0, 1, 2, "sum"]
+    for row in rows[:3]:                                   # 7 visible with [CLS], 18 hidden
+        assert 7 * row["visible"] + 18 * row["hidden"] == pytest.approx(2, abs=1e-5)
+        assert 0.5 * 7 * row["visible"] == pytest.approx(row["share of visible"], abs=1e-6)
+    assert rows[3]["visible"] == pytest.approx(sum(row["visible"] for row in rows[:3]))
+    assert all(not block._forward_pre_hooks for block in mae.decoder_blocks)
+
+    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, 0.75)
+    x = mae.decoder_embed(mae.encode(images, ids_keep))
+    pos = mae.decoder_pos_embed[0]
+    x = torch.cat([x + pos[torch.cat([torch.zeros(3, 1).long(), ids_keep + 1], 1)],
+                   mae.mask_token + pos[ids_mask + 1]], dim=1)
+    attn, heads = mae.decoder_blocks[0].attn, []
+    q, k, _ = attn.qkv(mae.decoder_blocks[0].norm1(x)).chunk(3, dim=-1)
+    for q, k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1)):
+        heads.append((q @ k.transpose(1, 2) / 8 ** 0.5).softmax(-1))
+    wanted = sum(head[:, 7:, :7].mean() for head in heads)
+    assert rows[0]["visible"] == pytest.approx(wanted.item(), abs=1e-6)
+
+    for block in mae.decoder_blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight)
+    (rows,) = mae.measures(None, images, noise).values()
+    assert rows[3]["share of visible"] == pytest.approx(7 / 25)

@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -658,7 +659,7 @@ def test_eval_of_every_kind_of_figure(pretrain, capsys):
     rows = train.main(["--eval", *files, "--mask_ratios", "0.75"])
     said = capsys.readouterr().out
     assert [("psnr_rendered" in row) for row in rows] == [False, False, True, False]
-    tables = said.split("attention of the decoder's hidden tokens, mean of 11 pictures\n")[1:]
+    tables = said.split("attention of the decoder's hidden tokens, mean of 11 images\n")[1:]
     assert len(tables) == 2 and tables[0].splitlines()[:3] == tables[1].splitlines()[:3]
     assert "masked (0.75)" in said
     for name, size in (("cross/contributions", (4 * 130 + 2, 8 * 130 + 2)),
@@ -666,3 +667,30 @@ def test_eval_of_every_kind_of_figure(pretrain, capsys):
         with train.Image.open(f"runs/{name}.png") as picture:
             assert picture.size == size
     assert Path("runs/cross/map_weights.png").exists()
+
+
+def test_gradients_are_exchanged_once_a_step():
+    """no_sync for all pieces of a batch but the last."""
+    entered = []
+
+    class Net(torch.nn.Linear):
+        def no_sync(self):
+            entered.append(1)
+            return nullcontext()
+
+        def forward(self, x):
+            loss = super().forward(x).mean()
+            return loss, {"loss": loss.detach()}
+    net, args = Net(2, 2), SimpleNamespace(accum=3, clip_grad=0)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 1), torch.amp.GradScaler(enabled=False)
+    train.train_step(net, optimizer, scaler, iter([(torch.ones(1, 2),)] * 3), args, torch.float32)
+    assert len(entered) == 2
+
+
+def test_metrics_are_reduced_once_an_epoch(pretrain, monkeypatch):
+    mean, calls = train.mean_over_processes, []
+    monkeypatch.setattr(train, "mean_over_processes", lambda *x: calls.append(1) or mean(*x))
+    pretrain(name="a")
+    often = len(calls)
+    pretrain("--batch_size", "1", name="b")
+    assert len(calls) == 2 * often
