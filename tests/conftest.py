@@ -15,24 +15,8 @@ import finetune
 import train
 
 ROOT = Path(__file__).parent.parent
-TINY = [
-    "--dim",
-    "16",
-    "--depth",
-    "2",
-    "--heads",
-    "2",
-    "--patch_size",
-    "4",
-    "--batch_size",
-    "8",
-    "--epochs",
-    "2",
-    "--warmup_epochs",
-    "1",
-    "--workers",
-    "0",
-]
+TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--batch_size", "8",
+        "--epochs", "2", "--warmup_epochs", "1", "--workers", "0"]
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
@@ -78,16 +62,8 @@ def tune(folder, pretrain):
 
     def run(*words, name="tuned"):
         row = finetune.main(
-            [
-                "--data",
-                str(folder),
-                "--name",
-                name,
-                "--checkpoint",
-                "runs/mae/last.pt",
-                *TINY[8:],
-                *words,
-            ]
+            ["--data", str(folder), "--name", name, "--checkpoint", "runs/mae/last.pt", *TINY[8:],
+             *words]
         )
         path = Path("runs", name, "last.pt")
         return train.read(path) if path.exists() else None, row
@@ -115,14 +91,8 @@ def shell(*words, processes=0, cwd, check=True):
     """Run a script of the project in a process of its own, or in several under torchrun."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(launch if processes else []), str(ROOT / words[0]), *words[1:]]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -25,13 +25,8 @@ def test_replay_takes_the_class_token():
     """A fixture pooled by the class token, made from the other: norm, token, head."""
     fixture = load(ROOT / "tests/golden/finetune_avg.pt")
     state = {k.replace("fc_norm.", "norm."): v for k, v in fixture["state_dict"].items()}
-    fixture = {
-        "method": "finetune",
-        "config": {**fixture["config"], "global_pool": "token"},
-        "state_dict": state,
-        "images": fixture["images"],
-        "labels": fixture["labels"],
-    }
+    fixture = {"method": "finetune", "config": {**fixture["config"], "global_pool": "token"},
+               "state_dict": state, "images": fixture["images"], "labels": fixture["labels"]}
     model = Classifier(**vit_args(fixture["config"]), classes=10, pool="token")
     model.load_state_dict(from_released(state))
     tokens = model.encoder(fixture["images"])
@@ -83,18 +78,13 @@ def test_layer_decay_groups():
         for p in group["params"]
     }
     assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
-    for name, wanted in {
-        "encoder.cls_token": (0.5**4, 0),
-        "encoder.pos_embed": (0.5**4, 0),
-        "encoder.patch_embed.proj.weight": (0.5**4, 0.05),
-        "encoder.patch_embed.proj.bias": (0.5**4, 0),
-        "encoder.blocks.0.attn.qkv.weight": (0.5**3, 0.05),
-        "encoder.blocks.0.norm1.weight": (0.5**3, 0),
-        "encoder.blocks.2.mlp.fc2.weight": (0.5, 0.05),
-        "fc_norm.weight": (1, 0),
-        "head.weight": (1, 0.05),
-        "head.bias": (1, 0),
-    }.items():
+    for name, wanted in {"encoder.cls_token": (0.5**4, 0), "encoder.pos_embed": (0.5**4, 0),
+                         "encoder.patch_embed.proj.weight": (0.5**4, 0.05),
+                         "encoder.patch_embed.proj.bias": (0.5**4, 0),
+                         "encoder.blocks.0.attn.qkv.weight": (0.5**3, 0.05),
+                         "encoder.blocks.0.norm1.weight": (0.5**3, 0),
+                         "encoder.blocks.2.mlp.fc2.weight": (0.5, 0.05), "fc_norm.weight": (1, 0),
+                         "head.weight": (1, 0.05), "head.bias": (1, 0)}.items():
         assert found[name] == pytest.approx(wanted), name
 
 
@@ -176,21 +166,9 @@ def test_nearest_neighbours_by_hand():
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--layer_decay 0.5",
-        "--drop_path 0.5",
-        "--smoothing 0.3",
-        "--mixup 0.8",
-        "--cutmix 1.0",
-        "--mix_ratio 0.35",
-        "--randaug 11",
-        "--erasing 1.0",
-        "--pool token",
-        "--weight_decay 0.5",
-        "--seed 1",
-        "--lr 1e-2",
-        "--crop 1",
-    ],
+    ["--layer_decay 0.5", "--drop_path 0.5", "--smoothing 0.3", "--mixup 0.8", "--cutmix 1.0",
+     "--mix_ratio 0.35", "--randaug 11", "--erasing 1.0", "--pool token", "--weight_decay 0.5",
+     "--seed 1", "--lr 1e-2", "--crop 1"],
 )
 def test_every_flag_does_something(tune, flags):
     (plain, _), (other, _) = tune(name="a"), tune(*flags.split(), name="b")
@@ -241,18 +219,8 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
     mae, tuned = (
         load(ROOT / f"tests/golden/{name}.pt")["state_dict"] for name in ("mae", "finetune_avg")
     )
-    words = [
-        "--data",
-        str(folder),
-        "--checkpoint",
-        "x.pth",
-        "--epochs",
-        "0",
-        "--workers",
-        "0",
-        "--batch_size",
-        "8",
-    ]
+    words = ["--data", str(folder), "--checkpoint", "x.pth", "--epochs", "0", "--workers", "0",
+             "--batch_size", "8"]
     torch.save({"model": mae}, "x.pth")
     refused(finetune.main, words, "x.pth does not say its number of heads: give --heads")
     words += ["--heads", "4", "--warmup_epochs", "0"]
@@ -283,20 +251,8 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
 
 def test_finetuning_resumes(tune, monkeypatch):
     """Where workers draw, too, and mixing and drop path in the process itself."""
-    words = [
-        "--epochs",
-        "3",
-        "--mixup",
-        "0.8",
-        "--cutmix",
-        "1",
-        "--drop_path",
-        "0.2",
-        "--randaug",
-        "9",
-        "--workers",
-        "1",
-    ]
+    words = ["--epochs", "3", "--mixup", "0.8", "--cutmix", "1", "--drop_path", "0.2", "--randaug",
+             "9", "--workers", "1"]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, name="stopped")
@@ -306,16 +262,8 @@ def test_finetuning_resumes(tune, monkeypatch):
 
 def test_two_processes(tune, folder, tmp_path):
     """A probe, whose BatchNorm sees half a batch each, and neighbours from both halves."""
-    words = [
-        "finetune.py",
-        "--data",
-        str(folder),
-        "--checkpoint",
-        "runs/mae/last.pt",
-        *TINY[8:],
-        "--name",
-        "two",
-    ]
+    words = ["finetune.py", "--data", str(folder), "--checkpoint", "runs/mae/last.pt", *TINY[8:],
+             "--name", "two"]
     row = tune("--mode", "knn", "--k", "3")[1]
     done = shell(*words, "--mode", "knn", "--k", "3", processes=2, cwd=tmp_path)
     assert f"3 nearest neighbours: top1 {row['top1']:.2f}" in done.stdout

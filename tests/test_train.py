@@ -158,10 +158,8 @@ def test_learning_rate_of_a_run(pretrain, monkeypatch):
     monkeypatch.setattr(
         train,
         "train_step",
-        lambda net, optimizer, *rest: (
-            rates.append(optimizer.param_groups[0]["lr"]),
-            step(net, optimizer, *rest),
-        )[1],
+        lambda net, optimizer, *rest: (rates.append(optimizer.param_groups[0]["lr"]),
+                                       step(net, optimizer, *rest))[1],
     )
     pretrain("--blr", "0.01", "--epochs", "3")
     wanted = [train.learning_rate(i / 5, 0.01 * 8 / 256, 3, 1) for i in range(15)]
@@ -190,28 +188,16 @@ def test_weight_decay_groups():
 def test_a_run_leaves_everything(pretrain, capsys):
     content = pretrain()
     said = capsys.readouterr().out
-    assert sorted(p.name for p in Path("runs/mae").iterdir()) == [
-        "last.pt",
-        "log.jsonl",
-        "recon.png",
-    ]
+    assert sorted(p.name for p in Path("runs/mae").iterdir()) == ["last.pt", "log.jsonl",
+                                                                  "recon.png"]
     rows = [json.loads(line) for line in open("runs/mae/log.jsonl")]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {"loss", "lr", "img_s", "psnr_hidden", "psnr_image", "psnr_mean_colour"} <= rows[
         0
     ].keys()
-    for part in (
-        "recon.png",
-        "log.jsonl",
-        "last.pt",
-        "python finetune.py --checkpoint",
-        "lr 0.002",
-        "2 epochs x 5",
-        "recipe  ",
-        "optimizer adamw",
-        "weight_decay 0.05",
-        "M parameters",
-    ):
+    for part in ("recon.png", "log.jsonl", "last.pt", "python finetune.py --checkpoint", "lr 0.002",
+                 "2 epochs x 5", "recipe  ", "optimizer adamw", "weight_decay 0.05",
+                 "M parameters"):
         assert part in said
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["seed"] == 0
@@ -233,38 +219,13 @@ def test_the_same_seed_is_the_same_run(pretrain):
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--blr 1e-2",
-        "--lr 1e-2",
-        "--betas 0.9,0.999",
-        "--weight_decay 0.5",
-        "--warmup_epochs 0",
-        "--crop 1",
-        "--no-flip",
-        "--min_lr 1e-3",
-        "--clip_grad 0.01",
-        "--seed 1",
-        "--mask grid",
-        "--mask block",
-        "--epochs 3",
-        "--optimizer adam --weight_decay 0.5",
-        "--optimizer sgd",
-        "--schedule constant",
-        "--mask_ratio 0.5",
-        "--norm_pix_loss",
-        "--decoder_depth 2",
-        "--inter_block_attention",
-        "--dim 32",
-        "--depth 1",
-        "--heads 1",
-        "--batch_size 16",
-        "--img_size 32",
-        "--img_size 32,16",
-        "--patch_size 8",
-        "--size tiny",
-        "--amp bf16",
-        "--accum 2 --amp bf16",
-    ],
+    ["--blr 1e-2", "--lr 1e-2", "--betas 0.9,0.999", "--weight_decay 0.5", "--warmup_epochs 0",
+     "--crop 1", "--no-flip", "--min_lr 1e-3", "--clip_grad 0.01", "--seed 1", "--mask grid",
+     "--mask block", "--epochs 3", "--optimizer adam --weight_decay 0.5", "--optimizer sgd",
+     "--schedule constant", "--mask_ratio 0.5", "--norm_pix_loss", "--decoder_depth 2",
+     "--inter_block_attention", "--dim 32", "--depth 1", "--heads 1", "--batch_size 16",
+     "--img_size 32", "--img_size 32,16", "--patch_size 8", "--size tiny", "--amp bf16",
+     "--accum 2 --amp bf16"],
 )
 def test_every_flag_does_something(pretrain, flags):
     plain, other = pretrain(name="a")["model"], pretrain(*flags.split(), name="b")["model"]
@@ -300,18 +261,8 @@ def test_a_flat_folder_trains_and_says_that_it_holds_some_out(tmp_path, monkeypa
 
 
 def test_sizes(pretrain, monkeypatch, tmp_path):
-    args = [
-        "--size",
-        "tiny",
-        "--epochs",
-        "0",
-        "--workers",
-        "0",
-        "--eval_images",
-        "2",
-        "--patch_size",
-        "8",
-    ]
+    args = ["--size", "tiny", "--epochs", "0", "--workers", "0", "--eval_images", "2",
+            "--patch_size", "8"]
     train.main([*args, "--decoder_dim", "16", "--decoder_heads", "2"])
     config = train.read("runs/mae/last.pt")["config"]
     assert (config["dim"], config["depth"], config["heads"]) == (192, 12, 3)
@@ -333,18 +284,8 @@ def test_several_processes_are_one(pretrain, folder, tmp_path, processes):
     batch of 12 does not divide the 40 pictures, nor do the processes the 11 to validate on."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12"]
     one = pretrain(*words, name="one")
-    done = shell(
-        "train.py",
-        "--data",
-        str(folder),
-        *TINY,
-        *DECODER,
-        *words,
-        "--name",
-        "two",
-        processes=processes,
-        cwd=tmp_path,
-    )
+    done = shell("train.py", "--data", str(folder), *TINY, *DECODER, *words, "--name", "two",
+                 processes=processes, cwd=tmp_path)
     two = train.read(tmp_path / "runs/two/last.pt")
     assert same(one["model"], two["model"], atol=1e-6)
     assert "Warning" not in done.stderr
@@ -384,13 +325,8 @@ def test_resume_without_a_run_starts_and_a_finished_one_stays(pretrain):
 
 def test_runs_are_not_overwritten(pretrain, folder, refused):
     before = pretrain()["model"]
-    refused(
-        train.main,
-        ["--data", folder, *TINY, *DECODER],
-        "runs/mae holds a run",
-        "--resume",
-        "--overwrite",
-    )
+    refused(train.main, ["--data", folder, *TINY, *DECODER], "runs/mae holds a run", "--resume",
+            "--overwrite")
     assert same(before, train.read("runs/mae/last.pt")["model"])
     assert not same(before, pretrain("--overwrite", "--seed", "1")["model"])
 
@@ -466,13 +402,8 @@ def test_help_lists_the_methods_words(capsys):
         train.main(["--method", "mae", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for part in (
-        "--inter_block_attention",
-        "CrossMAE Table 7",
-        "--no-norm_pix_loss",
-        "(0.75)",
-        "--blr",
-    ):
+    for part in ("--inter_block_attention", "CrossMAE Table 7", "--no-norm_pix_loss", "(0.75)",
+                 "--blr"):
         assert part in said
 
 
@@ -581,25 +512,15 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys):
     before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
     capsys.readouterr()
     rows = train.main(
-        [
-            "--eval",
-            "runs/mae/last.pt",
-            "runs/half/last.pt",
-            "--mask_ratios",
-            "0.5",
-            "0.75",
-            "--workers",
-            "0",
-        ]
+        ["--eval", "runs/mae/last.pt", "runs/half/last.pt", "--mask_ratios", "0.5", "0.75",
+         "--workers", "0"]
     )
     said = capsys.readouterr().out.splitlines()
     assert "mean over 11 of" in said[0] and len({len(line) for line in said[1:6]}) == 1
-    assert [(row["checkpoint"][5:9], row["mask_ratio"]) for row in rows] == [
-        ("mae/", 0.5),
-        ("mae/", 0.75),
-        ("half", 0.5),
-        ("half", 0.75),
-    ]
+    assert [(row["checkpoint"][5:9], row["mask_ratio"]) for row in rows] == [("mae/", 0.5),
+                                                                             ("mae/", 0.75),
+                                                                             ("half", 0.5),
+                                                                             ("half", 0.75)]
     for name, row in (("mae", rows[1]), ("half", rows[3])):
         for key in ("psnr_hidden", "psnr_image", "psnr_mean_colour"):
             assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)

@@ -7,23 +7,9 @@ import torch.nn.functional as F
 from mae import MAE
 from tests.golden import load
 from tests.conftest import ROOT
-from vit import (
-    SIZES,
-    ViT,
-    Block,
-    check_mask,
-    from_released,
-    mask_noise,
-    masking,
-    normalize_patches,
-    patchify,
-    resize_pos_embed,
-    sincos_pos_embed,
-    to_released,
-    transfer,
-    unpatchify,
-    visible_count,
-)
+from vit import (SIZES, ViT, Block, check_mask, from_released, mask_noise, masking,
+                 normalize_patches, patchify, resize_pos_embed, sincos_pos_embed, to_released,
+                 transfer, unpatchify, visible_count)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
@@ -148,10 +134,8 @@ def test_normalized_patches():
 
 def vit(**kwargs):
     return ViT(
-        **{
-            **dict(img_size=(8, 12), patch_size=(2, 4), in_chans=5, dim=16, depth=2, heads=2),
-            **kwargs,
-        }
+        **{**dict(img_size=(8, 12), patch_size=(2, 4), in_chans=5, dim=16, depth=2, heads=2),
+           **kwargs}
     )
 
 
@@ -210,12 +194,10 @@ def test_initialisation():
 
 @pytest.mark.parametrize(
     "kwargs, words",
-    [
-        (dict(img_size=182), "img_size 182 is not a multiple of patch_size"),
-        (dict(img_size=(8, 13)), r"img_size \(8, 13\) is not a multiple of patch_size \(2, 4\)"),
-        (dict(heads=3), "width 16 is not a multiple of 3 heads"),
-        (dict(dim=18), "18 is not a multiple of 4"),
-    ],
+    [(dict(img_size=182), "img_size 182 is not a multiple of patch_size"),
+     (dict(img_size=(8, 13)), r"img_size \(8, 13\) is not a multiple of patch_size \(2, 4\)"),
+     (dict(heads=3), "width 16 is not a multiple of 3 heads"),
+     (dict(dim=18), "18 is not a multiple of 4")],
 )
 def test_impossible_sizes(kwargs, words):
     with pytest.raises(ValueError, match=words):
@@ -287,12 +269,9 @@ def test_transfer_lists_every_key_that_does_not_fit():
     state["cls_token"] = torch.zeros(1, 1, 8)
     with pytest.raises(ValueError) as error:
         transfer(model, from_released(state))
-    for part in (
-        "encoder.blocks.1.norm1.weight is missing",
-        "encoder.blocks.7.norm1.weight is left over",
-        "gamma is left over",
-        "encoder.cls_token is (1, 1, 8), here (1, 1, 32)",
-    ):
+    for part in ("encoder.blocks.1.norm1.weight is missing",
+                 "encoder.blocks.7.norm1.weight is left over", "gamma is left over",
+                 "encoder.cls_token is (1, 1, 8), here (1, 1, 32)"):
         assert part in str(error.value)
     assert all(
         torch.equal(v, before[k]) for k, v in model.state_dict().items()
