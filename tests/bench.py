@@ -40,6 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import transforms
+from tqdm import tqdm
 
 import train
 from train import METHODS, knobs
@@ -153,7 +154,7 @@ def measure(cases, args, device):
             case.step()
     memory = [case.memory() for case in cases]
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
-    for i in range(args.steps):
+    for i in tqdm(range(args.steps), str(cases[0].img_size), leave=False, disable=None):
         for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
             began = time.perf_counter()
             losses[k] = cases[k].step()
