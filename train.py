@@ -184,9 +184,9 @@ def stop(args, script, number, _):
     if os.getpid() == script:                              # not a worker that it has forked
         for worker in multiprocessing.active_children():
             worker.kill()
-        last = Path(getattr(args, "runs", ""), getattr(args, "name", None) or "", "last.pt")
-        line = (f"the same command with --resume goes on from {last}" if len(last.parts) > 1 and
-                last.is_file() else "no checkpoint to --resume from was written")
+        last = hasattr(args, "runs") and Path(args.runs, args.name or "", "last.pt")
+        line = (f"the same command with --resume goes on from {last}" if last and last.is_file()
+                else "there is no checkpoint to --resume from")
         os.write(2, f"\nstopped: {line}\n".encode() * (os.environ.get("RANK", "0") == "0"))
     os._exit(128 + number)
 
