@@ -110,7 +110,10 @@ class Case:
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
             **{k: own.pop(k) for k in OWN}})
         torch.manual_seed(0)
-        self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
+        try:
+            self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
+        except TypeError as error:                         # a word for a number
+            raise ValueError(f"{spec}: {error}") from None
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device, self.dtype = procs.device, train.amp_dtype(self.args.amp, procs.device)
         with torch.no_grad():
@@ -182,6 +185,9 @@ def pipeline(args, procs, img_size):
     """Rows of the two input pipelines, in img/s a worker, and the ratio of the project's to
     torchvision's."""
     files, targets, classes = train.list_folder(Path(args.data))[0]
+    if not classes:
+        raise ValueError(f"--data {args.data} has no class folders in train/, which torchvision's "
+                         f"ImageFolder needs")
     n = max(args.steps, 2) * args.batch_size               # as often as it takes
     ids = torch.arange(n).remainder(len(files)).view(-1, args.batch_size)
     options = SimpleNamespace(crop=0.2, flip=True, workers=args.workers)
@@ -235,6 +241,9 @@ def main(argv=None):
     option("--workers", type=int, default=1, help="of the pipeline")
     option("--rounds", type=int, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)
+    for name, least in dict(steps=1, rounds=1, batch_size=1, warmup=0, workers=0, jpegs=0).items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} {getattr(args, name)} is less than {least}")
     procs = train.start_processes(args.device)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     print(f"torch {torch.__version__}, {procs.device}, {torch.get_num_threads()} threads, "

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.conftest import write_pictures
 from tests.test_methods import giga_macs
 from train import METHODS, as_table
 
@@ -65,10 +66,23 @@ def test_bfloat16_keeps_less():
 
 @pytest.mark.parametrize("spec, said", [
     ("gan", "--method gan is not one of mae crossmae"),
-    ("mae:depht=3", "mae has no argument depht"), ("mae:mask_ratio=2", "mask_ratio 2 shows")])
+    ("mae:depht=3", "mae has no argument depht"),
+    ("mae:decoder_dim=wide", "mae:decoder_dim=wide: "),
+    ("mae:mask_ratio=2", "mask_ratio 2 shows")])
 def test_wrong_methods(spec, said):
     with pytest.raises(ValueError, match=said):
         measured("--method", spec)
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--steps 0", "--steps 0 is less than 1"), ("--batch_size 0", "--batch_size 0 is less than 1"),
+    ("--data nowhere", "--data nowhere is not"),
+    ("--data flat", "--data flat has no class folders")])
+def test_wrong_words(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(tmp_path / "flat", "x", 3)
+    with pytest.raises(ValueError, match=said):
+        bench.main([*TINY, *words.split()])
 
 
 def test_the_input_pipeline(tmp_path, capsys):
