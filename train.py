@@ -567,8 +567,8 @@ def read(path):
     except Exception as error:                             # a broken file can raise anything
         code = re.search(r"GLOBAL (\S+)", str(error))
         why = (f"it would run code ({code[1]}), which is refused" if code else
-               f"it is broken, no checkpoint, or a pickle, which could run code "
-               f"({type(error).__name__})")
+               "its checksums are wrong: it is damaged" if "checksums" in str(error) else
+               "it is damaged, another kind of file, or a pickle, which could run code")
         raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
     state = content.get("model", content) if isinstance(content, dict) else None
     if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
@@ -838,6 +838,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
 
     if history and procs.rank == 0:                        # it may have been killed before this
         write_log()
+        print(f"nothing is left of --epochs {args.epochs}\n" * (done >= args.epochs), end="")
     if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
     for epoch in range(done, args.epochs):

@@ -3,10 +3,10 @@
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
     python -m tests.bench --method mae --size tiny --data FOLDER
 
-A method may have its own arguments after colons, and those of the command line that are listed in
-OWN, as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training
-steps (train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the
-methods in turn. The columns:
+A method may have its own arguments after colons, and batch_size, amp, compile, grad_checkpointing,
+as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training steps
+(train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the methods in
+turn. The columns:
 
     img/s, ms/step   of that median
     GiB              most memory at once: weights, optimiser and batch, and what a step allocates
@@ -14,13 +14,15 @@ methods in turn. The columns:
     TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits
     time, memory     an image and in all, over the first row's of that image size
 
-With --data, two rows instead: what the project's input pipeline and torchvision's ImageFolder with
-the same transforms decode in img/s a worker, in turn; then an epoch of the first method, to see
-what share of it is spent waiting for pictures.
+With --data, a folder with class folders in train/ and val/, two rows instead: what the project's
+input pipeline and torchvision's ImageFolder with the same transforms decode in img/s a worker, in
+turn; then an epoch of the method, to see what share of it is spent waiting for pictures.
 """
 
 import argparse
 import ast
+import contextlib
+import io
 import itertools
 import math
 import re
@@ -50,6 +52,7 @@ PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
 OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
 
 
 def make_jpegs(folder, n, size=(500, 375), seed=0):
@@ -106,6 +109,10 @@ class Case:
                 own[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
                 own[key] = value                           # a word
+        if not (isinstance(own["batch_size"], int) and own["batch_size"] > 0
+                and own["amp"] in DTYPES):
+            raise ValueError(f"{spec}: batch_size is not a number above 0, or amp not one of "
+                             f"{' '.join(DTYPES)}")
         self.args = SimpleNamespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
             **{k: own.pop(k) for k in OWN}})
@@ -218,32 +225,51 @@ def pipeline(args, procs, img_size):
             for name, times in zip(("train.py", "torchvision"), seconds)]
 
 
+def epoch_of(method, args):
+    """The line of the log of an epoch of train.py on --data."""
+    words = ["--method", method, "--data", args.data, "--epochs", "1", "--warmup_epochs", "0",
+             "--eval_images", "8", "--img_size", ",".join(map(str, pair(args.img_size[0])))]
+    for name in ("size", "dim", "depth", "heads", "batch_size", "workers", "amp", "device"):
+        value = getattr(args, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += ["--patch_size", ",".join(map(str, pair(args.patch_size or 16)))]
+    words += [f"--{name}" for name in ("compile", "grad_checkpointing") if getattr(args, name)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        return train.main([*words, "--runs", folder])
+
+
 def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
     parser = argparse.ArgumentParser("tests.bench", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--method", nargs="+", default=[*METHODS])
+    option("--method", nargs="+", help="(all; with --data: mae)")
     option("--size", choices=SIZES, default="base")
     for part in ("dim", "depth", "heads"):
         option(f"--{part}", type=int, help="instead of the size's")
     option("--img_size", nargs="+", type=train.pixels, default=[224], help="or H,W, or several")
     option("--patch_size", type=train.pixels, help="or H,W (16)")
     option("--batch_size", type=int, default=16)
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    option("--amp", choices=DTYPES, default="auto")
     option("--compile", action="store_true")
     option("--grad_checkpointing", action="store_true")
     option("--device", help="cuda, mps or cpu (the best there is)")
     option("--steps", type=int, default=20, help="that are measured (20)")
     option("--warmup", type=int, default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
-    option("--jpegs", type=int, default=0, help="write so many into FOLDER before, 500x375")
+    option("--jpegs", type=int, default=0, help="write so many into FOLDER before")
     option("--workers", type=int, default=1, help="of the pipeline")
     option("--rounds", type=int, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)
     for name, least in dict(steps=1, rounds=1, batch_size=1, warmup=0, workers=0, jpegs=0).items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)} is less than {least}")
+    args.method = args.method or (["mae"] if args.data else [*METHODS])
+    if args.data and not (args.method[0] in METHODS
+                          and len(args.method) == len(args.img_size) == 1):
+        raise ValueError("--data takes one plain --method and one --img_size")
+    if args.jpegs and (args.jpegs < 2 or not args.data):
+        raise ValueError(f"--jpegs {args.jpegs} is less than 2, or has no --data FOLDER to go to")
     procs = train.start_processes(args.device)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     print(f"torch {torch.__version__}, {procs.device}, {torch.get_num_threads()} threads, "
@@ -254,13 +280,8 @@ def main(argv=None):
             make_jpegs(Path(args.data), args.jpegs)
         rows = pipeline(args, procs, pair(args.img_size[0]))
         print(train.as_table(rows))
-        with tempfile.TemporaryDirectory() as folder:
-            words = ["--method", args.method[0], "--data", args.data, "--size", args.size,
-                     "--img_size", ",".join(map(str, pair(args.img_size[0]))), "--epochs", "1",
-                     "--warmup_epochs", "0", "--batch_size", str(args.batch_size), "--runs", folder,
-                     "--workers", str(args.workers), "--amp", args.amp, "--eval_images", "8"]
-            row = train.main(words)
-            print(f"{args.method[0]}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
+        row = epoch_of(args.method[0], args)
+        print(f"{args.method[0]}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
         return rows
     for img_size in args.img_size:
         cases = [Case(spec, args, pair(img_size), procs) for spec in args.method]
@@ -273,5 +294,6 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
-        sys.exit(f"tests.bench: error: {error}")
+    except (ValueError, OSError) as error:
+        print(f"tests.bench: error: {error}", file=sys.stderr)
+        sys.exit(2)

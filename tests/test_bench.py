@@ -68,7 +68,8 @@ def test_bfloat16_keeps_less():
     ("gan", "--method gan is not one of mae crossmae"),
     ("mae:depht=3", "mae has no argument depht"),
     ("mae:decoder_dim=wide", "mae:decoder_dim=wide: "),
-    ("mae:mask_ratio=2", "mask_ratio 2 shows")])
+    ("mae:mask_ratio=2", "mask_ratio 2 shows"), ("mae:amp=bf17", "amp not one of auto bf16"),
+    ("mae:batch_size=0", "batch_size is not a number above 0")])
 def test_wrong_methods(spec, said):
     with pytest.raises(ValueError, match=said):
         measured("--method", spec)
@@ -76,6 +77,9 @@ def test_wrong_methods(spec, said):
 
 @pytest.mark.parametrize("words, said", [
     ("--steps 0", "--steps 0 is less than 1"), ("--batch_size 0", "--batch_size 0 is less than 1"),
+    ("--jpegs 4", "no --data FOLDER"), ("--data flat --jpegs 1", "--jpegs 1 is less than 2"),
+    ("--data flat --img_size 32 64", "--data takes one plain --method and one --img_size"),
+    ("--data flat --method mae:amp=bf16", "--data takes one plain --method"),
     ("--data nowhere", "--data nowhere is not"),
     ("--data flat", "--data flat has no class folders")])
 def test_wrong_words(words, said, tmp_path, monkeypatch):
@@ -88,8 +92,9 @@ def test_wrong_words(words, said, tmp_path, monkeypatch):
 def test_the_input_pipeline(tmp_path, capsys):
     folder = tmp_path / "jpegs"
     ours, theirs = bench.main([
-        "--data", str(folder), "--jpegs", "32", "--method", "mae", "--size", "micro", "--img_size",
-        "32", "--batch_size", "4", "--steps", "8", "--rounds", "1"])
+        *TINY, "--data", str(folder), "--jpegs", "32", "--batch_size", "4", "--steps", "8",
+        "--rounds", "1"])
     assert len(list(folder.rglob("*.jpg"))) == 32 and theirs["speed"] == 1
     assert float(ours["img/s a worker"]) > 0.5 * float(theirs["img/s a worker"])
-    assert "of the time waiting" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "mae: " in said and "of the time waiting" in said and "next" not in said
