@@ -724,6 +724,24 @@ def train_step(net, optimizer, scaler, pieces, args, dtype):
     return totals
 
 
+def draw_pieces(args, procs, feed, prepare, epoch, pairs=False):
+    """What `prepare` makes of each piece of this process's share of each batch of an epoch, with
+    partners for `pairs`. Everything is drawn for the global batch, of which a piece is `rows`."""
+    g, generator = torch.Generator(), torch.Generator(procs.device)
+    rows = torch.arange(args.batch_size).view(args.accum, procs.world, -1)[:, procs.rank]
+    order = torch.randperm(len(feed.split.labels), generator=g.manual_seed(
+        seed_of(args.seed, epoch)))
+    parts = [order := order[:len(order) // args.batch_size * args.batch_size]]
+    if pairs:
+        parts += [draw_partners(order, feed.split.labels, args.same_class, g)]
+    ids = torch.cat([part.view(-1, args.batch_size)[:, rows].flatten(0, 1) for part in parts], 1)
+    rows = rows.to(procs.device)                           # ids are (steps * accum, b or 2b)
+    for i, (pictures, labels) in enumerate(feed(ids, args.seed, epoch)):
+        step, piece = divmod(i, args.accum)
+        generator.manual_seed(seed_of(args.seed, epoch, step))
+        yield prepare(rows[piece], pictures, labels, generator)
+
+
 def name_run(args, name):
     """Settle on args.name, or this one. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name
@@ -820,22 +838,6 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
 
     net = wrap(model, args, procs)
-    generator = torch.Generator(device)
-    rows = torch.arange(args.batch_size).view(args.accum, procs.world, -1)[:, procs.rank]
-
-    def pieces(epoch):                                     # each draw is for a step's global batch
-        g, on_device = torch.Generator().manual_seed(seed_of(args.seed, epoch)), rows.to(device)
-        order = torch.randperm(n, generator=g)[:steps * args.batch_size]
-        parts = [order]
-        if hasattr(model, "pairs"):
-            parts += [draw_partners(order, feed.split.labels, args.same_class, g)]
-        ids = [part.view(steps, -1)[:, rows].flatten(0, 1) for part in parts]
-        ids = torch.cat(ids, dim=1)                        # (steps * accum, b or 2b)
-        for i, (pictures, labels) in enumerate(feed(ids, args.seed, epoch)):
-            step, piece = divmod(i, args.accum)
-            generator.manual_seed(seed_of(args.seed, epoch, step))
-            yield prepare(on_device[piece], pictures, labels, generator)
-
     if history and procs.rank == 0:                        # it may have been killed before this
         write_log()
         print(f"nothing is left of --epochs {args.epochs}\n" * (done >= args.epochs), end="")
@@ -848,13 +850,14 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
         torch.manual_seed(seed_of(args.seed, epoch, procs.rank, 1))        # for drop path
         model.train()
         totals, count, losses, feed.waited, feed.replaced = {}, 0, [], 0, 0
-        batches, began = pieces(epoch), time.perf_counter()
+        pieces = draw_pieces(args, procs, feed, prepare, epoch, hasattr(model, "pairs"))
+        began = time.perf_counter()
         bar = tqdm(range(steps), f"epoch {epoch + 1}/{args.epochs}", unit="img", leave=False,
                    unit_scale=args.batch_size, disable=procs.rank > 0 or None)
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = rate(step) * group.get("lr_scale", 1.0)
-            metrics = train_step(net, optimizer, scaler, batches, args, dtype)
+            metrics = train_step(net, optimizer, scaler, pieces, args, dtype)
             losses.append(metrics["loss"] / args.accum)
             good = losses[-1].isfinite()                   # if not, fp16's scaler skips the step
             count = count + good * args.accum
