@@ -695,12 +695,14 @@ def wrap(model, args, procs):
         if isinstance(module, (Block, CrossBlock)):        # keeps what goes in, not what is inside
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     if procs.world > 1:
-        torch._dynamo.config.optimize_ddp = not args.grad_checkpointing    # not both in torch 2.6
         options = inspect.signature(DistributedDataParallel).parameters    # renamed in torch 2.13
         buffers = {"forward_sync_buffers", "broadcast_buffers"} & options.keys()
         model = DistributedDataParallel(model, gradient_as_bucket_view=True,
                                         **{max(buffers): False})
-    return torch.compile(model) if args.compile else model
+    if not args.compile:
+        return model
+    torch._dynamo.config.optimize_ddp = not args.grad_checkpointing        # not both in torch 2.6
+    return torch.compile(model)
 
 
 def train_step(net, optimizer, scaler, pieces, args, dtype):
