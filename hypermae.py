@@ -18,7 +18,7 @@ Where paper and released code differ, and what is done here:
   2. The release builds a final norm in the encoder and never calls it. Here there is none.
   3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`).
   4. The release decodes all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
-     patches and the weight tokens. As in the paper.
+     patches and the weight tokens. As in the paper; so Feat2W's last block computes no others.
   5. "PositionalEmbedding" to h in Algorithm 1 is the release's Fourier features of the patch's
      centre, 2 pe_dim of them whatever h is.
   6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.

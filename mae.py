@@ -150,8 +150,8 @@ class MAE(nn.Module):
             hook.remove()
             qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
             q, k, _ = qkv.permute(2, 0, 3, 1, 4)                       # (B, heads, 1+L, E/heads)
-            share = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)  # M, 1+L
-            visible, hidden = share[..., :K], share[..., K:]
+            share = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)
+            visible, hidden = share[..., :K], share[..., K:]             # of (B, heads, M, 1+L)
             rows.append({"block": i, "visible": visible.mean((0, 2, 3)).sum().item(),
                          "hidden": hidden.mean((0, 2, 3)).sum().item(),
                          "share of visible": visible.sum(3).mean().item()})

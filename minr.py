@@ -143,7 +143,7 @@ class MINR(nn.Module):
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D); or K
         *blocks, final = self.encoder.blocks
         for block in blocks:
-            x = block(x)
+            x = block(x)                                               # (B, 1+L+G, D); or K
         return final(x, len(self.weight_tokens))                       # (B, G, D)
 
     def modulate(self, tokens):

@@ -187,7 +187,8 @@ def stop(args, script, number, _):
         last = hasattr(args, "runs") and Path(args.runs, args.name or "", "last.pt")
         line = (f"the same command with --resume goes on from {last}" if last and last.is_file()
                 else "there is no checkpoint to --resume from")
-        os.write(2, f"\nstopped: {line}\n".encode() * (os.environ.get("RANK", "0") == "0"))
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"\nstopped: {line}\n".encode())
     os._exit(128 + number)
 
 
@@ -197,13 +198,16 @@ def settle(args, values):
     rate = vars(args).keys() & {"lr", "blr"} or values.keys() & {"lr"} or {"blr"}
     if len(rate) == 2:
         raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
-    aside = vars(args).keys() | {"lr", "blr"} - rate
+    given, aside = {*vars(args)}, vars(args).keys() | {"lr", "blr"} - rate
     values = {name: value for name, value in values.items() if name not in aside}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
     if not (isinstance(args.betas, tuple) and len(args.betas) == 2
             and all(0 <= beta < 1 for beta in args.betas)):
         raise ValueError(f"--betas {args.betas} are not two numbers from 0 to below 1, as in "
                          f"0.9,0.95")
+    idle = "betas" if args.optimizer == "sgd" else "momentum"
+    if idle in given:
+        raise ValueError(f"--{idle} is nothing to --optimizer {args.optimizer}")
     if args.img_size and args.patch_size:                  # before data are made of that size
         grid_of(pair(args.img_size), pair(args.patch_size))
     if 0 < args.epochs < args.warmup_epochs:
@@ -842,7 +846,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
     net = wrap(model, args, procs)
     if history and procs.rank == 0:                        # it may have been killed before this
         write_log()
-        print(f"nothing is left of --epochs {args.epochs}\n" * (done >= args.epochs), end="")
+        if done >= args.epochs:
+            print(f"nothing is left of --epochs {args.epochs}")
     if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
     for epoch in range(done, args.epochs):

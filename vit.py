@@ -168,8 +168,8 @@ class Attention(nn.Module):
         else:
             qkv = F.linear(x[:, -last:], W[:D], b[:D]), *F.linear(x, W[D:], b[D:]).split(D, dim=2)
         q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in qkv)
-        x = F.scaled_dot_product_attention(q, k, v)                    # (B, heads, N, D/heads)
-        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D)
+        x = F.scaled_dot_product_attention(q, k, v)                    # (B, heads, N, D/heads) as q
+        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D); or last for N
 
 
 class MLP(nn.Module):

@@ -66,6 +66,8 @@ train | --weight_decay inf                     | --weight_decay inf
 train | --clip_grad nan                        | --clip_grad nan
 train | --clip_grad inf                        | --clip_grad inf
 train | --optimizer sgd --momentum 2           | --momentum 2.0 ; 0 ; 1
+train | --momentum 0.5                         | --momentum is nothing to --optimizer adamw
+train | --optimizer sgd --betas 0.9,0.99       | --betas is nothing to --optimizer sgd
 train | --optimizer lion                       | --optimizer lion is not one of adamw adam sgd
 train | --schedule step                        | --schedule step is not one of cosine constant
 train | --mask stripes                         | --mask ; stripes ; random
