@@ -1,15 +1,20 @@
 """A tiny data set, and commands that train on it in a folder of their own."""
 
+import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import finetune
 import train
@@ -87,14 +92,58 @@ def refused(capsys):
     return run
 
 
-def shell(*words, processes=0, cwd, check=True):
-    """Run a script of the project in a process of its own, or in several under torchrun."""
+def shell(file, *words, processes=0):
+    """Run a script in a process of its own, or in several under torchrun, as a user does."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(launch if processes else []), str(ROOT / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200,
+    command = [sys.executable, *(launch if processes else []), str(ROOT / file), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
+
+
+def fork(work, *inputs, **env):
+    """A process of its own that does work(*inputs) and prints to the files out and err. Forked, to
+    spare it the seconds in which torch is imported; a group of its own, for signals to all."""
+    def body():
+        os.setsid()
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ.update(env)
+        work(*inputs)
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    return process
+
+
+def script(file, *words):
+    """As `python train.py ...`, which would not inherit torchrun's way with signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = [file, *map(str, words)]
+    runpy.run_path(str(ROOT / file), run_name="__main__")
+
+
+def torchrun(work, *words, restarts=0, processes=2):
+    """torchrun's own agent with so many processes, forked, that do work(*words)."""
+    config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d",
+                          rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
+    elastic_launch(config, work)(*words)
+
+
+def ended(process, seconds=60):
+    """Its exit code, once it has ended, and the lines of its stderr. Nothing of it is left."""
+    process.join(seconds)
+    code = process.exitcode
+    with suppress(ProcessLookupError):                     # a worker whose parent died too early
+        os.killpg(process.pid, signal.SIGKILL)
+    return code, Path("err").read_text().strip().splitlines()
+
+
+def together(*words, processes=2):
+    """What `python train.py ...` prints if several processes run it under torchrun."""
+    code, lines = ended(fork(partial(torchrun, processes=processes), script, *words))
+    assert code == 0, lines
+    return Path("out").read_text()
 
 
 @contextmanager

@@ -4,29 +4,24 @@ finite. Each ends in one line, and no run is lost. And what must go right: any v
 import errno
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
 import resource
-import runpy
 import signal
-import subprocess
-import sys
 import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import finetune
 import train
-from tests.conftest import DECODER, ROOT, TINY, same, shell, write_pictures
+from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, shell, torchrun,
+                            write_pictures)
 from train import METHODS
 
 # ---------------------------------------------------------------------------------- command lines
@@ -199,57 +194,15 @@ def test_wrong_command_lines(desk, refused, monkeypatch, kind, words, parts):
     assert listing(desk) == before and time.time() - began < 10
 
 
-def fork(work, *inputs, **env):
-    """A process of its own that does work(*inputs) and prints to the files out and err. Forked, to
-    spare it the seconds in which torch is imported; a group of its own, for signals to all."""
-    def body():
-        os.setsid()
-        for fd, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ.update(env)
-        work(*inputs)
-    process = multiprocessing.get_context("fork").Process(target=body)
-    process.start()
-    return process
-
-
-def script(*words, file="train.py"):
-    """As `python train.py ...`, which would not inherit torchrun's way with signals."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [file, *map(str, words)]
-    runpy.run_path(str(ROOT / file), run_name="__main__")
-
-
-def torchrun(work, *words, restarts=0):
-    """torchrun's own agent with two processes, forked, that do work(*words)."""
-    config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", max_restarts=restarts,
-                          rdzv_endpoint="localhost:0", start_method="fork")
-    elastic_launch(config, work)(*words)
-
-
-def ended(process, seconds=60):
-    """Its exit code, once it has ended, and the lines of its stderr. Nothing of it is left."""
-    process.join(seconds)
-    code = process.exitcode
-    with suppress(ProcessLookupError):                     # a worker whose parent died too early
-        os.killpg(process.pid, signal.SIGKILL)
-    return code, Path("err").read_text().strip().splitlines()
-
-
 def test_wrong_command_lines_in_processes(desk):
-    done = shell("train.py", "--mask_ratio", "2", cwd=desk, check=False)
+    done = shell("train.py", "--mask_ratio", "2")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    code, lines = ended(fork(lambda: script("--mode", "linear", file="finetune.py")))
+    code, lines = ended(fork(script, "finetune.py", "--mode", "linear"))
     assert code == 2 and len(lines) == 1 and "--mode linear needs --checkpoint" in lines[0]
     words = [*BASE["train"], "--data", "two", "--batch_size", "2"]     # more than pictures
-    code, lines = ended(fork(torchrun, script, *words))
+    code, lines = ended(fork(torchrun, script, "train.py", *words))
     assert code != 0 and any("--batch_size 2 is more than the 1 training" in line for line in lines)
     assert not (desk / "runs/new").exists()
-
-
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def test_an_error_of_one_rank_ends_all(desk):
@@ -257,8 +210,8 @@ def test_an_error_of_one_rank_ends_all(desk):
     Path("lame.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import train\n"
                                "other = ['--data', 'gone'] * (os.environ['RANK'] == '1')\n"
                                "train.main([*sys.argv[1:], *other])")
-    done = subprocess.run([*LAUNCH, "lame.py", *BASE["train"]], capture_output=True, timeout=60)
-    assert done.returncode != 0 and b"--data gone is not shapes" in done.stderr
+    done = shell(desk / "lame.py", *BASE["train"], processes=2)
+    assert done.returncode != 0 and "--data gone is not shapes" in done.stderr
 
 
 # ------------------------------------------------------------------------- checkpoints of strangers
@@ -480,13 +433,13 @@ def endure(words, kills, epochs):
     train.main([*map(str, words("straight", epochs))])
     r, share = random.Random(kills), (time.time() - began) / kills
     for _ in range(kills):
-        process = fork(script, *words("killed", epochs))
+        process = fork(script, "train.py", *words("killed", epochs))
         time.sleep(r.uniform(0.1, 0.6) * share)
         process.kill()
         assert ended(process)[0] == -signal.SIGKILL
         if Path("runs/killed/last.pt").exists():
             train.read("runs/killed/last.pt")
-    assert ended(fork(script, *words("killed", epochs)))[0] == 0
+    assert ended(fork(script, "train.py", *words("killed", epochs)))[0] == 0
     alike("killed")
 
 
@@ -525,9 +478,9 @@ def test_a_kill_while_a_file_is_written(words, monkeypatch, owner, name):
         counts = ((lambda row: 3 * (row["epoch"] == 3)) if owner is json else
                   lambda file: "last.pt" in str(file.name))
         replace_third_call(patch, owner, name, die, counts)
-        assert ended(fork(script, *words("killed", 3)))[0] == -signal.SIGKILL
+        assert ended(fork(script, "train.py", *words("killed", 3)))[0] == -signal.SIGKILL
     assert train.read("runs/killed/last.pt")["epoch"] == (3 if owner is json else 2)
-    assert ended(fork(script, *words("killed", 3)))[0] == 0
+    assert ended(fork(script, "train.py", *words("killed", 3)))[0] == 0
     alike("killed")
 
 
@@ -543,15 +496,15 @@ def dying(*words):
                 die()
             return forward(*inputs)
         train.MAE.forward = last                           # of this process alone
-    script(*words)
+    script("train.py", *words)
 
 
 def test_a_kill_of_one_of_two_processes(words):
     """torchrun ends the other, or, if it may, starts both again."""
-    assert ended(fork(torchrun, script, *words("straight", 4)))[0] == 0
+    assert ended(fork(torchrun, script, "train.py", *words("straight", 4)))[0] == 0
     code, _ = ended(fork(torchrun, dying, *words("killed", 4)))
     assert code not in (0, None) and train.read("runs/killed/last.pt")["epoch"] == 2
-    assert ended(fork(torchrun, script, *words("killed", 4)))[0] == 0
+    assert ended(fork(torchrun, script, "train.py", *words("killed", 4)))[0] == 0
     alike("killed")
     Path("died").unlink()
     assert ended(fork(lambda *w: torchrun(dying, *w, restarts=1), *words("again", 4)))[0] == 0
@@ -564,7 +517,7 @@ def test_a_kill_of_one_of_two_processes(words):
     (signal.SIGINT, 130, ["--workers", "2", "--img_size", "8"])])
 def test_signals_end_a_run_with_one_line(words, number, code, more):
     """Ctrl-C goes to all processes of the group, workers too (which smaller pictures need)."""
-    process = fork(script, *words("stopped", 1000), *more)
+    process = fork(script, "train.py", *words("stopped", 1000), *more)
     for _ in range(200):
         time.sleep(0.05 * (not Path("runs/stopped/log.jsonl").exists()))
     os.killpg(process.pid, number) if more else os.kill(process.pid, number)
@@ -586,7 +539,7 @@ def test_a_full_disk(words, monkeypatch, kind):
     def tight():
         if kind == "limit":                                # of the kernel: a file is half of it
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
-        script(*words("full", 4))
+        script("train.py", *words("full", 4))
     with monkeypatch.context() as patch:
         if kind != "limit":
             patch.setattr(*(os, "fsync") if kind == "fsync" else (Image.Image, "save"), full)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import finetune
 import train
 from finetune import Classifier, layer_decay_groups
-from tests.conftest import ROOT, TINY, same, shell, stopping_after_two, write_pictures
+from tests.conftest import ROOT, TINY, same, stopping_after_two, together, write_pictures
 from tests.golden import load, replay, vit_args
 from vit import from_released, resize_pos_embed, to_released
 
@@ -260,14 +260,13 @@ def test_finetuning_resumes(tune, monkeypatch):
     assert same(straight["model"], tune(*words, "--resume", name="stopped")[0]["model"])
 
 
-def test_two_processes(tune, folder, tmp_path):
+def test_two_processes(tune, folder):
     """A probe, whose BatchNorm sees half a batch each, and neighbours from both halves."""
-    words = ["finetune.py", "--data", str(folder), "--checkpoint", "runs/mae/last.pt", *TINY[8:],
-             "--name", "two"]
+    words = ["--data", folder, "--checkpoint", "runs/mae/last.pt", *TINY[8:], "--name", "two"]
     row = tune("--mode", "knn", "--k", "3")[1]
-    done = shell(*words, "--mode", "knn", "--k", "3", processes=2, cwd=tmp_path)
-    assert f"3 nearest neighbours: top1 {row['top1']:.2f}" in done.stdout
-    shell(*words, "--mode", "linear", processes=2, cwd=tmp_path)
-    assert train.read(tmp_path / "runs/two/last.pt")["epoch"] == 2
+    said = together("finetune.py", *words, "--mode", "knn", "--k", "3")
+    assert f"3 nearest neighbours: top1 {row['top1']:.2f}" in said
+    together("finetune.py", *words, "--mode", "linear")
+    assert train.read("runs/two/last.pt")["epoch"] == 2
 
 

@@ -10,7 +10,7 @@ import train
 from imae import IMAE, MIXES, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
-from tests.conftest import ROOT, TINY, same, shell, stopping_after_two, write_pictures
+from tests.conftest import ROOT, TINY, same, stopping_after_two, together, write_pictures
 from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, build, images_and_noise
 
@@ -334,12 +334,11 @@ def test_pairs_of_a_run(size, pretrain, monkeypatch):
     assert all(torch.equal(a, b) for x, y in zip(seen, again) for a, b in zip(x, y))
 
 
-def test_two_processes_see_the_same_pairs(pretrain, folder, tmp_path):
+def test_two_processes_see_the_same_pairs(pretrain, folder):
     words = ["--method", "imae", "--optimizer", "sgd", "--lr", "0.1", "--same_class", "0.5"]
     one = pretrain(*words, "--accum", "2", name="one")
-    shell("train.py", "--data", str(folder), *TINY, *DECODER_WORDS, *words, "--name", "two",
-          processes=2, cwd=tmp_path)
-    two = train.read(tmp_path / "runs/two/last.pt")
+    together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words, "--name", "two")
+    two = train.read("runs/two/last.pt")
     assert same(one["model"], two["model"], atol=1e-6)
 
 

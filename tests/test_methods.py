@@ -320,7 +320,8 @@ def train_under_ddp(rank, port, world):
 
 
 def test_three_processes_are_one():
-    torch.multiprocessing.spawn(train_under_ddp, (29_000 + torch.randint(9_000, ()).item(), 3), 3)
+    port = 29_000 + torch.randint(9_000, ()).item()
+    torch.multiprocessing.start_processes(train_under_ddp, (port, 3), 3, start_method="fork")
 
 
 @pytest.mark.parametrize("name, options, checkpointing", [
