@@ -24,8 +24,8 @@ Where paper and released code differ, and what is done here:
   5. The release accepts norm_pix_loss and ignores it; here it works.
   6. The release keeps MAE's decoder embedding without a use; here F_1 and F_2 replace it, and
      start from it if the model does from an MAE (`--init`, as its script), else from xavier's.
-  7. The paper mixes within the batch; train.py takes partners from the whole data set, so that
-     `--same_class` can be exact. Bare calls use the batch.
+  7. The paper mixes within the batch; train.py draws partners from the whole data set
+     (draw_partners), so that `--same_class` can be exact. Bare calls use the batch.
   8. On ImageNet (Section 1, Table 1): `--norm_pix_loss` to classify, `--mask_ratio 0.5` to look.
      Weight decay, schedule, epochs, crop and flip are not stated: MAE's.
 """
@@ -263,6 +263,23 @@ class IMAE(nn.Module):
                              for k in fit if k not in branches for n in branches if k.endswith(n)}
         return {f"dB of hidden pixels of the subordinate image and, with a teacher, R^2 of linear "
                 f"maps to its latents, fitted on {len(train)} images": rows}
+
+
+def draw_partners(order, labels, same_class, generator):
+    """Partners of pictures, indices `order` (n,) of the N in labels (N,): any other picture or, by
+    semantics-enhanced sampling, a share same_class in 0 ... 1 (the paper's r) of the same class and
+    the others of another, exactly: the k-th is iff floor((k+1) r) > floor(k r)."""
+    N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
+    if same_class is None:
+        return (order + 1 + (u * (N - 1)).long()) % N
+    by_class, sizes = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
+    label = labels.unique(return_inverse=True)[1][order]   # 0, 1, ... also where one is missing
+    start, size, place = (sizes.cumsum(0) - sizes)[label], sizes[label], by_class.argsort()[order]
+    k = torch.arange(len(order), dtype=torch.float64)
+    same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()
+    mate = start + (place - start + 1 + (u * (size - 1)).long()) % size     # next in the class
+    other = (start + size + (u * (N - size)).long()) % N                   # after it, in a circle
+    return by_class[torch.where(same, mate, other)]
 
 
 MIXES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.45)                   # of Figures 6 and 7

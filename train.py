@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
-from imae import IMAE
+from imae import IMAE, draw_partners
 from mae import MAE
 from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise,
@@ -379,23 +379,6 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
 def seed_of(*numbers):
     """One seed from several whole numbers."""
     return hash(numbers) % 2 ** 63
-
-
-def draw_partners(order, labels, same_class, generator):
-    """A partner for each picture of `order` (n,), of the N in labels: any other one, or, given
-    same_class in 0 ... 1, for the k-th one of its own class iff floor((k+1) same_class) > floor(k
-    same_class), else one of another."""
-    N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
-    if same_class is None:
-        return (order + 1 + (u * (N - 1)).long()) % N
-    by_class, sizes = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
-    label = labels.unique(return_inverse=True)[1][order]   # 0, 1, ... also where one is missing
-    start, size, place = (sizes.cumsum(0) - sizes)[label], sizes[label], by_class.argsort()[order]
-    k = torch.arange(len(order), dtype=torch.float64)
-    same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()
-    mate = start + (place - start + 1 + (u * (size - 1)).long()) % size     # next in the class
-    other = (start + size + (u * (N - size)).long()) % N                   # after it, in a circle
-    return by_class[torch.where(same, mate, other)]
 
 
 class Samples:

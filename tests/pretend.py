@@ -167,7 +167,8 @@ def gpu(monkeypatch):
                 (F, "one_hot", one_hot_of), (v2._augment, "one_hot", one_hot_of),
                 *((torch, name, drawing(getattr(torch, name)))
                   for name in ("rand", "randn", "randint", "randperm")),
-                *((torch, name, placing(getattr(torch, name))) for name in ("tensor", "as_tensor"))):
+                *((torch, name, placing(getattr(torch, name)))
+                  for name in ("tensor", "as_tensor"))):
             patch.setattr(owner, name, value)
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

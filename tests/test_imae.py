@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from imae import IMAE, MIXES, ridge_r2
+from imae import IMAE, MIXES, draw_partners, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
 from tests.conftest import ROOT, TINY, same, stopping_after_two, together, write_pictures
@@ -265,7 +265,7 @@ def test_share_of_one_class_is_exact(r):
     for epoch in range(300):
         g = torch.Generator().manual_seed(epoch)
         order = torch.randperm(10, generator=g)
-        partners = train.draw_partners(order, labels, r, g)
+        partners = draw_partners(order, labels, r, g)
         same = labels[order] == labels[partners]
         share = Fraction(str(r))
         assert same.tolist() == [math.floor((k + 1) * share) > math.floor(k * share)
@@ -282,7 +282,7 @@ def test_share_of_one_class_is_exact(r):
 def test_random_partners_are_any_other_picture():
     g = torch.Generator().manual_seed(0)
     order = torch.arange(4).repeat(3000)
-    partners = train.draw_partners(order, labels_of(4), None, g)
+    partners = draw_partners(order, labels_of(4), None, g)
     count = torch.zeros(4, 4).index_put((order, partners), torch.ones(()), accumulate=True)
     assert (count.diag() == 0).all() and (count[count > 0] - 1000).abs().max() < 120
 
