@@ -724,7 +724,7 @@ def draw_pieces(args, procs, feed, prepare, epoch, pairs=False):
     if pairs:
         parts += [draw_partners(order, feed.split.labels, args.same_class, g)]
     ids = torch.cat([part.view(-1, args.batch_size)[:, rows].flatten(0, 1) for part in parts], 1)
-    rows = rows.to(procs.device)                           # ids are (steps * accum, b or 2b)
+    rows = rows.to(procs.device, non_blocking=True)        # ids are (steps * accum, b or 2b)
     for i, (pictures, labels) in enumerate(feed(ids, args.seed, epoch)):
         step, piece = divmod(i, args.accum)
         generator.manual_seed(seed_of(args.seed, epoch, step))
@@ -796,6 +796,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
                          f"processes x --accum {args.accum}")
     if n < args.batch_size:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min_lr {args.min_lr} is above the learning rate {args.lr:.3g}")
     dtype, steps = amp_dtype(args.amp, device), n // args.batch_size
     optimizer = make_optimizer(args, groups, procs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)

@@ -25,6 +25,17 @@ TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--b
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_cpu():
+    """A CPU is the best device there is, also where there is another, which would take sums in
+    another order, and in bf16. For GPUs see test_devices.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (torch.cuda, torch.backends.mps):
+            patch.setattr(backend, "is_available", lambda: False)
+        yield
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
@@ -95,7 +106,8 @@ def refused(capsys):
 def shell(file, *words, processes=0):
     """Run a script in a process of its own, or in several under torchrun, as a user does."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(launch if processes else []), str(ROOT / file), *words]
+    command = [sys.executable, *(launch if processes else []), str(ROOT / file), *words,
+               "--device", "cpu"]
     return subprocess.run(command, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 

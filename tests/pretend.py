@@ -6,6 +6,7 @@ as torch does, and note in `waits` the functions that were running when a value 
 for. What torch does with a device below Python (memory, streams, kernels) is not pretended."""
 
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def call(function, args, kwargs):
     may_meet = name in ("copy_", "_to_copy") or indexed and isinstance(args[0], Tensor)
     if ours and not may_meet and any(x.dim() for x in others):
         raise RuntimeError(f"{name}: tensors on {DEVICE} and cpu")
-    if ours and name in ("_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select"):
+    arrives = name == "_to_copy" and not ours and on_gpu(kwargs.get("device"))
+    if arrives and not kwargs.get("non_blocking") or ours and name in (
+            "_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select"):
         wait()
     args, kwargs = tree_unflatten([x.inner if isinstance(x, Tensor) else x for x in leaves], spec)
     gpu = bool(ours) or on_gpu(kwargs.get("device"))
@@ -142,6 +145,21 @@ def placing(function):
         x = data if isinstance(data, Tensor) else function(data, dtype=dtype)
         return x if device is None else x.to(device)
     return place
+
+
+@contextmanager
+def real_gpu(monkeypatch):
+    """As gpu, of one that is there: torch warns of waits."""
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: "synchroniz" in str(message) and wait()
+        WAITS.clear()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield WAITS
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager

@@ -1,13 +1,23 @@
-"""What a GPU would find wrong, without one: see pretend.py."""
+"""What a GPU would find wrong: the one that is there, or a pretended one, see pretend.py."""
+
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from tests import pretend
+from tests import bench, pretend
+from tests.conftest import GPU
 from tests.test_methods import BASE, flags
+from train import METHODS
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Where something waited for the GPU: the list of pretend.py."""
+    with (pretend.real_gpu if GPU else pretend.gpu)(monkeypatch) as waits:
+        yield waits
 
 
 def test_the_pretended_gpu_is_one(monkeypatch):
@@ -27,44 +37,53 @@ def test_the_pretended_gpu_is_one(monkeypatch):
     ("crossmae", ["--prediction_ratio", "0.25", "--mask", "block"]), ("hypermae", []), ("minr", []),
     ("minr", ["--hypernetwork", "transinr", "--pixel_fraction", "0.3", "--mask", "grid"]),
     ("imae", ["--teacher", "runs/teacher/last.pt", "--same_class", "0.5"])])
-def test_training_on_a_gpu(name, words, pretrain, monkeypatch):
+def test_training_on_a_gpu(name, words, pretrain, gpu):
     """Also resumed. No step waits for the GPU, but for fp16's scaler, which is torch's."""
     if name == "imae":
         pretrain(name="teacher")
     words = ["--method", name, *words, "--device", "cuda"]
-    with pretend.gpu(monkeypatch) as waits:
-        pretrain(*words, name=name, own=flags(BASE[name]))
-        pretrain(*words, "--epochs", "3", "--resume", name=name, own=flags(BASE[name]))
-    steps = [names for names in waits if "train_step" in names]
-    assert waits and all(names[0] == "train_step" for names in steps) and (
-        bool(steps) == ("fp16" in words))
+    pretrain(*words, name=name, own=flags(BASE[name]))
+    pretrain(*words, "--epochs", "3", "--resume", name=name, own=flags(BASE[name]))
+    steps = [names for names in gpu if "train_step" in names]
+    assert gpu and all(names[0] == "train_step" for names in steps)
+    assert bool(steps) == ("fp16" in words)
 
 
-def test_streaming_to_a_gpu(pretrain, monkeypatch):
+def test_streaming_to_a_gpu(pretrain, gpu):
     """Pictures larger than asked for; images and partners."""
-    with pretend.gpu(monkeypatch) as waits:
-        pretrain("--method", "imae", "--img_size", "8", "--device", "cuda")
-    assert waits and not [names for names in waits if "train_step" in names]
+    pretrain("--method", "imae", "--img_size", "8", "--device", "cuda")
+    assert gpu and not [names for names in gpu if "train_step" in names]
 
 
 @pytest.mark.parametrize("words", [
     ["--drop_path", "0.1"], ["--mixup", "0.8", "--cutmix", "1", "--randaug", "9", "--erasing", "1"],
     ["--mix_ratio", "0.3"], ["--mode", "linear"], ["--mode", "knn", "--k", "3"],
     ["--pool", "token"]])
-def test_finetuning_on_a_gpu(words, tune, monkeypatch):
-    with pretend.gpu(monkeypatch) as waits:
-        row = tune(*words, "--device", "cuda")[1]
-    assert row["top1"] > 0 and not [names for names in waits if "train_step" in names]
+def test_finetuning_on_a_gpu(words, tune, gpu):
+    assert tune(*words, "--device", "cuda")[1]["top1"] > 0
+    assert gpu and not [names for names in gpu if "train_step" in names]
 
 
-def test_evaluating_on_a_gpu(pretrain, monkeypatch):
+def test_evaluating_on_a_gpu(pretrain, gpu):
     """The figures and measures of all methods; the same numbers as on the CPU."""
-    for name in train.METHODS:
+    for name in METHODS:
         words = ["--teacher", "runs/mae/last.pt"] if name == "imae" else []
         pretrain("--method", name, *words, name=name, own=flags(BASE[name]))
-    words = ["--mask_ratios", "0.75", "--eval", *(f"runs/{name}/last.pt" for name in train.METHODS)]
-    rows = train.main(words)
-    with pretend.gpu(monkeypatch):
-        for row, other in zip(rows, train.main([*words, "--device", "cuda"]), strict=True):
-            numbers = [[v for v in r.values() if isinstance(v, float)] for r in (row, other)]
-            assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    words = ["--mask_ratios", "0.75", "--eval", *(f"runs/{name}/last.pt" for name in METHODS)]
+    tables = [train.main([*words, "--device", device]) for device in ("cpu", "cuda")]
+    for rows in zip(*tables, strict=True):
+        numbers = [[v for v in row.values() if isinstance(v, float)] for row in rows]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-2 if GPU else 1e-5)
+
+
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_vit_b_on_a_gpu(name, compiled, gpu, size="base", batch_size=32):
+    """20 steps in bf16 on one batch."""
+    args = SimpleNamespace(size=size, dim=None, depth=None, heads=None, patch_size=None,
+                           batch_size=batch_size, amp="bf16", compile=compiled,
+                           grad_checkpointing=False)
+    case = bench.Case(name, args, (224, 224), train.start_processes())
+    losses = [case.step() for _ in range(20)]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]

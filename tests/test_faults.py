@@ -52,6 +52,7 @@ train | --crop 0                               | --crop 0.0 is less than
 train | --crop nan                             | --crop nan
 train | --betas 0.9                            | --betas (0.9,) are not two numbers
 train | --betas 0.9,2.0                        | --betas ; 2.0
+train | --min_lr 0.1                           | --min_lr 0.1 is above the learning rate 0.002
 train | --lr 1e-3 --blr 1e-3                   | --lr 0.001 and --blr 0.001 exclude each other
 train | --lr nan                               | --lr nan
 train | --lr inf                               | --lr inf
