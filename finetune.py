@@ -43,7 +43,7 @@ SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # u
 SMALL_RECIPES = {mode: {**recipe, **SMALL, **({} if mode == "linear" else {"lr": 2e-3})}
                  for mode, recipe in RECIPES.items()}
 
-WORDS = RECIPE + """
+HELP = RECIPE + """
     randaug: magnitude of RandAugment, up to 30 (27: the papers' 9 of 10); 0: none
     erasing: probability of erasing a rectangle
     mixup: a of Beta(a, a), the weights of MixUp; 0: none
@@ -190,12 +190,9 @@ def run(args):
         args.epochs, taken = 0, f"votes   of {args.k} neighbours"
     describe(args, procs, train, val, model, taken, *notes)
 
-    def validate(score=lambda pictures: model.logits(normalize(pictures, model))):
-        model.eval()
-        return evaluate(score, val, args, procs, img_size)
-
     if args.mode == "knn":
-        row = validate(knn(model.eval(), train, args, procs, img_size))
+        votes = knn(model.eval(), train, args, procs, img_size)
+        row = evaluate(votes, val, args, procs, img_size)
         if procs.rank == 0:
             print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f}")
         return row
@@ -204,7 +201,7 @@ def run(args):
     if args.erasing:
         value = [255 * m for m in model.mean]
         more += [v2.PILToTensor(), v2.RandomErasing(args.erasing, value=value)]
-    in_workers = bool(more) or not torch.is_tensor(train.pictures)
+    in_workers = bool(more) or not train.in_memory
     feed = Feed(train, args, procs, crop_transform(img_size, args, *more) if in_workers else None)
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
@@ -219,6 +216,11 @@ def run(args):
         with torch.random.fork_rng(devices=[]):            # the same weights in every process
             torch.default_generator.manual_seed(generator.initial_seed())
             return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
+
+    def validate():
+        model.eval()
+        return evaluate(lambda pictures: model.logits(normalize(pictures, model)), val, args,
+                        procs, img_size)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
     row = fit(args, procs, model, groups, feed, prepare, validate, method="classifier",
@@ -238,7 +240,7 @@ def main(argv=None):
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")
     option("--k", type=int, default=20, help="neighbours of --mode knn")
-    parser.add_options(recipe, WORDS, {})
+    parser.add_options(recipe, HELP, {})
     parser.set_defaults(eval_images=2 ** 62)               # all of them
     return parser.run(run, argv)
 

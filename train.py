@@ -1,8 +1,9 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-From top to bottom: options, data, processes, checkpoints, the loop, evaluation, main.
-Order, crops and masks are functions of (seed, epoch, step), drawn for the whole global batch, of
-which each process takes its rows: N processes are one, a resumed run is the uninterrupted one.
+From top to bottom: options, data, processes, checkpoints, the loop, evaluation, main. To see how a
+model is trained, read `run`, then `fit`; the rest are their helpers. Whatever is random is drawn
+from (seed, epoch, step) for the whole batch, of which each process takes its rows: so N processes
+compute what one does, and a resumed run what an uninterrupted one would have.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import signal
 import time
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
@@ -43,6 +44,9 @@ from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise,
                  pair, transfer)
 
+# A method has what mae.MAE has: __init__'s first six arguments, recipe, small, mean, std, lr_scale,
+# encoder, mask_ratio, forward and reconstruct. Where it has them, these are used too: pairs (it is
+# trained on pairs of images: imae), render (minr), figures, measures, from_mae, norm_pix_loss.
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
@@ -54,7 +58,7 @@ LEAST = dict(epochs=0, batch_size=1, accum=1, warmup_epochs=0, blr=0, lr=0, min_
 SHARES = ("crop", "erasing", "mix_ratio", "smoothing", "drop_path", "layer_decay", "same_class",
           "mix", "momentum")                               # from 0 to 1
 PAIR_FLAGS = ("teacher", "same_class", "mix")              # of methods that learn from pairs
-WORDS = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
+CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 RECIPE = """
     optimizer: adamw, adam or sgd
     schedule: cosine or constant
@@ -112,7 +116,8 @@ class Parser(argparse.ArgumentParser):
         option("--data", help="shapes, cifar10, cifar100, or a folder: train/ and val/ with class "
                "folders, or any pictures, of which 5%% are held out (the checkpoint's, or shapes)")
         option("--device", help="cuda, mps or cpu (the best there is)")
-        option("--workers", type=int, default=min(8, os.cpu_count()), help="that decode, a process")
+        option("--workers", type=int, default=min(8, os.cpu_count()),
+               help="processes that decode pictures for each training process")
         option("--eval_images", type=int, default=1000, help="validation pictures used, at most")
 
     def add_options(self, values, doc, kinds):
@@ -121,15 +126,15 @@ class Parser(argparse.ArgumentParser):
         words` of `doc`, and absent from the result unless given."""
         self.add_data_options()
         option = self.add_argument
-        option("--img_size", type=pixels, help="or H,W (small pictures: their own; else 224)")
-        option("--patch_size", type=pixels, help="or H,W (16; small pictures: img_size / 8)")
+        option("--img_size", type=pixels, help="or H,W (224; small pictures keep theirs)")
+        option("--patch_size", type=pixels, help="or H,W (16; of small pictures an eighth)")
         option("--name", help="of the run's folder")
         option("--runs", default="runs", help="folder of all runs")
         option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
         option("--overwrite", action="store_true", help="replace the run of that name")
         option("--min_lr", type=float, default=0.0, help="where the cosine ends")
         option("--clip_grad", type=float, default=0.0, help="largest norm of the gradient; 0: any")
-        option("--accum", type=int, default=1, help="pieces in which a batch is computed")
+        option("--accum", type=int, default=1, help="pieces into which a batch is split")
         option("--seed", type=int, default=0)
         option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
                help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
@@ -168,8 +173,8 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"--{name} {value} is less than {LEAST[name]}")
                 if name in SHARES and value is not None and not 0 <= value <= 1:
                     raise ValueError(f"--{name} {value} is not between 0 and 1")
-                if name in WORDS and value not in WORDS[name]:
-                    raise ValueError(f"--{name} {value} is not one of {' '.join(WORDS[name])}")
+                if name in CHOICES and value not in CHOICES[name]:
+                    raise ValueError(f"--{name} {value} is not one of {' '.join(CHOICES[name])}")
             row = run(args)
         except ValueError as error:
             self.error(error)
@@ -195,11 +200,11 @@ def stop(args, script, number, _):
 def settle(args, values):
     """Fill in what was not given from `values`, where lr sets blr aside. Returns the line that says
     what was filled in."""
-    rate = vars(args).keys() & {"lr", "blr"} or values.keys() & {"lr"} or {"blr"}
-    if len(rate) == 2:
+    given = {*vars(args)}
+    if {"lr", "blr"} <= given:
         raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
-    given, aside = {*vars(args)}, vars(args).keys() | {"lr", "blr"} - rate
-    values = {name: value for name, value in values.items() if name not in aside}
+    unused = {"lr", "blr"} if {"lr", "blr"} & given else {"blr"} if "lr" in values else set()
+    values = {name: value for name, value in values.items() if name not in given | unused}
     vars(args).update({"lr": None, "momentum": 0.9, **values, **vars(args)})
     if not (isinstance(args.betas, tuple) and len(args.betas) == 2
             and all(0 <= beta < 1 for beta in args.betas)):
@@ -221,11 +226,15 @@ def settle(args, values):
 @dataclass
 class Split:
     """Pictures, uint8 (N,C,H,W) on the device or file names, labels (N,), -1 for none, and indices
-    of unreadable pictures that were met, in the place of which there is another one."""
+    of the unreadable pictures met so far, for each of which another one stands in."""
     pictures: object
     labels: torch.Tensor
     classes: list
     replaced: set = field(default_factory=set)
+
+    @property
+    def in_memory(self):
+        return torch.is_tensor(self.pictures)
 
 
 SHAPES = {  # radius of the outline at the angle a
@@ -325,9 +334,8 @@ def read_all(files, labels, classes, img_size):
     def read_one(i):
         picture, *rest = read_or_next(files, i)
         return v2.functional.pil_to_tensor(cover(picture, img_size)), *rest
-    with ThreadPoolExecutor() as pool:
-        bar = tqdm(range(len(files)), "reading", leave=False, disable=None)
-        pictures, used, why = zip(*pool.map(read_one, bar))
+    pictures, used, why = zip(*thread_map(read_one, range(len(files)), desc="reading", leave=False,
+                                          disable=None))
     first = os.environ.get("RANK", "0") == "0"             # all processes read the same
     note_replaced(range(len(files)), why, replaced := set(), say=first)
     return torch.stack(pictures), torch.tensor(labels)[[*used]], classes, replaced
@@ -377,7 +385,7 @@ def open_data(name, img_size=None, device="cpu", memory=2 ** 32):
 
 
 def seed_of(*numbers):
-    """One seed from several whole numbers."""
+    """One seed from several ints. (Their hash, unlike that of strings, is the same everywhere.)"""
     return hash(numbers) % 2 ** 63
 
 
@@ -406,8 +414,8 @@ class Feed:
         self.split, self.device, self.keys, self.loader = split, procs.device, [], None
         self.waited = self.replaced = 0
         if transform:
-            pictures = split.pictures.cpu() if torch.is_tensor(split.pictures) else split.pictures
-            self.loader = DataLoader(
+            pictures = split.pictures.cpu() if split.in_memory else split.pictures
+            self.loader = DataLoader(                      # that asks for new keys in each __call__
                 Samples(pictures, transform), batch_sampler=self.keys, num_workers=args.workers,
                 generator=torch.Generator(),               # or it would draw from torch's own
                 persistent_workers=args.workers > 0, pin_memory=procs.device.type == "cuda")
@@ -423,8 +431,7 @@ class Feed:
             pictures, used, why = next(stream)
             self.waited += time.perf_counter() - began
             note_replaced(batch.tolist(), why, replaced)
-            why = why or [i in replaced for i in batch.tolist()]       # (those in memory)
-            self.replaced += sum(map(bool, why))
+            self.replaced += sum(i in replaced for i in batch.tolist())
             yield (pictures.to(self.device, non_blocking=True),
                    split.labels[used].to(self.device, non_blocking=True))
 
@@ -439,7 +446,7 @@ def crop_transform(img_size, args, *more):
 
 def crop_batch(pictures, rows, img_size, args, generator):
     """The same for pictures (b,C,H,W), uint8, on their device -> float, each with draws of its own,
-    where torchvision draws once a batch. Drawn for the global batch, of which these are `rows`.
+    where torchvision draws once a batch; `rows` (b,) are their places in the global batch.
 
     Bilinear; a side that would leave the picture is cut to it, where torchvision draws again."""
     draws = torch.rand(5, args.batch_size, device=pictures.device, generator=generator)
@@ -455,14 +462,14 @@ def crop_batch(pictures, rows, img_size, args, generator):
 
 
 def val_batches(split, args, procs, img_size, most, batch_size=250):
-    """Index (b,), pictures and labels of at `most` so many, evenly spread and well mixed, each on
-    one process. Of a streamed picture it is the middle, as torchvision's 224 of 256."""
+    """Batches (indices (b,), pictures, labels) of at most `most` pictures, evenly spread, shuffled,
+    divided among the processes. Of a streamed picture the middle, as torchvision's 224 of 256."""
     n = len(split.labels)
     ids = torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).long()
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
     ids = [batch for batch in ids[procs.rank::procs.world].split(batch_size) if len(batch)]
     middle = v2.Compose([partial(cover, img_size=img_size, border=1 / 16), v2.PILToTensor()])
-    feed = Feed(split, args, procs, None if torch.is_tensor(split.pictures) else middle)
+    feed = Feed(split, args, procs, None if split.in_memory else middle)
     return ((batch, v2.functional.resize(pictures, img_size), labels)
             for batch, (pictures, labels) in zip(ids, feed(ids, 0)))
 
@@ -500,10 +507,12 @@ def start_processes(name=None):
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        if world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):        # machines count their own
+        # Restarted by torchrun, processes meet the keys of those that were killed: a prefix keeps
+        # them apart. On one machine only, as several count their restarts by themselves.
+        if world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
-                                world_size=world)                      # restarted: with new names
+                                world_size=world)
     return SimpleNamespace(rank=rank, world=world, device=device)
 
 
@@ -568,12 +577,13 @@ def read(path):
     return content if "method" in content else {"model": from_released(state)}
 
 
-def restore(target, state, path):
-    """target.load_state_dict(state). ValueError, which names the file, if it does not fit."""
+@contextmanager
+def naming(path):
+    """What goes wrong inside, as when a state dict does not fit, is a ValueError with the path."""
     try:
-        target.load_state_dict(state)
+        yield
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} does not fit {type(target).__name__}: {error}") from None
+        raise ValueError(f"{path} does not fit: {error}") from None
 
 
 def load(path, classes=METHODS):
@@ -582,11 +592,9 @@ def load(path, classes=METHODS):
     content = read(path)
     if content.get("method") not in classes:
         raise ValueError(f"{path} is of method {content.get('method')}, not {', '.join(classes)}")
-    try:
+    with naming(path):
         model = classes[content["method"]](**content["config"])
-    except TypeError as error:                             # an argument that it does not have
-        raise ValueError(f"{path} does not fit: {error}") from None
-    restore(model, content["model"], path)
+        model.load_state_dict(content["model"])
     return model.eval()
 
 
@@ -636,11 +644,9 @@ def initialize(model, path):
     """Start `model` from the encoder in a checkpoint, this project's or a released one: the notes
     and the ValueError of vit.transfer."""
     content = read(path)
-    try:
+    with naming(path):
         return transfer(model, getattr(model, "from_mae", dict)(content["model"]),
                         grid_of(**content["config"]) if "config" in content else None)
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
 
 
 # --------------------------------------------------------------------------------------- the loop
@@ -720,12 +726,13 @@ def draw_pieces(args, procs, feed, prepare, epoch, pairs=False):
     rows = torch.arange(args.batch_size).view(args.accum, procs.world, -1)[:, procs.rank]
     order = torch.randperm(len(feed.split.labels), generator=g.manual_seed(
         seed_of(args.seed, epoch)))
-    parts = [order := order[:len(order) // args.batch_size * args.batch_size]]
+    order = order[:len(order) // args.batch_size * args.batch_size]    # of whole batches
+    ids = order.view(-1, args.batch_size)[:, rows]                     # (steps, accum, b)
     if pairs:
-        parts += [draw_partners(order, feed.split.labels, args.same_class, g)]
-    ids = torch.cat([part.view(-1, args.batch_size)[:, rows].flatten(0, 1) for part in parts], 1)
-    rows = rows.to(procs.device, non_blocking=True)        # ids are (steps * accum, b or 2b)
-    for i, (pictures, labels) in enumerate(feed(ids, args.seed, epoch)):
+        partners = draw_partners(order, feed.split.labels, args.same_class, g)
+        ids = torch.cat([ids, partners.view(-1, args.batch_size)[:, rows]], dim=2)     # (..., 2b)
+    rows = rows.to(procs.device, non_blocking=True)                    # (accum, b)
+    for i, (pictures, labels) in enumerate(feed(ids.flatten(0, 1), args.seed, epoch)):
         step, piece = divmod(i, args.accum)
         generator.manual_seed(seed_of(args.seed, epoch, step))
         yield prepare(rows[piece], pictures, labels, generator)
@@ -754,22 +761,20 @@ def open_run(args, procs, content, model, optimizer, scaler):
         if not saved.keys() >= {"method", "optimizer", "scaler", "epoch", "history"}:
             raise ValueError(f"{last} is not a checkpoint of a run: --overwrite replaces it")
         flags, history = saved["flags"], saved["history"]
-        was, now = ({"teacher": None, "method": c["method"], **c["config"]}
-                    for c in (saved, content))
-        other = [f"{name} {value}, not {now.get(name)}" for name, value in was.items()
-                 if value != now.get(name)]
+        was = {"method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
+        now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
+        other = [f"{name} {was.get(name)}, not {now.get(name)}" for name in {**was, **now}
+                 if was.get(name) != now.get(name)]
         if other:
             raise ValueError(f"{folder} cannot be resumed: it has {'; '.join(other)}")
-        if flags.get("optimizer") != args.optimizer:
-            raise ValueError(f"{folder} cannot be resumed with --optimizer {args.optimizer}: it "
-                             f"has {flags.get('optimizer')}")
         if saved["epoch"] and not saved["optimizer"].get("state") and args.optimizer != "sgd":
             raise ValueError(f"{last} has lost its optimiser's state: --init {last} starts anew")
-        restore(model, saved["model"], last)
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now
-        restore(optimizer, {**saved["optimizer"], "param_groups": groups}, last)
-        if saved["scaler"]:
-            restore(scaler, saved["scaler"], last)
+        with naming(last):
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+            if saved["scaler"]:
+                scaler.load_state_dict(saved["scaler"])
         changed = [f"--{name} {value} was {flags.get(name)}" for name, value in vars(args).items()
                    if value != flags.get(name) and name not in ("resume", "overwrite")]
         if procs.rank == 0:
@@ -788,8 +793,8 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
 
     `feed` has the training split; prepare(rows, pictures, labels, generator) makes the model's
     arguments of a piece, the `rows` of the global batch, followed by their partners where the model
-    learns from pairs; evaluate() -> {name: value} runs after each epoch. Then last.pt is written,
-    `content`, weights, optimiser and flags, and then log.jsonl."""
+    learns from pairs; evaluate() -> {name: value} runs after each epoch. Then log.jsonl is written
+    and last.pt: `content`, weights, optimiser and flags."""
     device, n = procs.device, len(feed.split.labels)
     if args.batch_size % (procs.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {procs.world} "
@@ -813,26 +818,21 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
                          f"{last if history else 'the start'} with --resume and a lower --lr, "
                          f"--clip_grad 1 or --amp fp32")
 
-    def write_log():
-        with replacing(folder / "log.jsonl") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in history).encode())
-
     def write(row):
         history.append(row)
-        if procs.rank == 0:
+        if procs.rank == 0:                                # the log first: killed between the two,
+            with replacing(folder / "log.jsonl") as file:              # the epoch is done again
+                file.write("".join(json.dumps(row) + "\n" for row in history).encode())
             save(last, dict(
                 content, model=model.state_dict(), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), epoch=row["epoch"], history=history, seed=args.seed,
                 flags=vars(args), mean=model.mean, std=model.std, classes=feed.split.classes,
                 torch=str(torch.__version__)))
-            write_log()
             print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
 
     net = wrap(model, args, procs)
-    if history and procs.rank == 0:                        # it may have been killed before this
-        write_log()
-        if done >= args.epochs:
-            print(f"nothing is left of --epochs {args.epochs}")
+    if history and done >= args.epochs and procs.rank == 0:
+        print(f"nothing is left of --epochs {args.epochs}")
     if not (args.epochs or history):
         write({"epoch": 0, **evaluate()})
     for epoch in range(done, args.epochs):
@@ -852,13 +852,13 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
             metrics = train_step(net, optimizer, scaler, pieces, args, dtype)
             losses.append(metrics["loss"] / args.accum)
             good = losses[-1].isfinite()                   # if not, fp16's scaler skips the step
-            count = count + good * args.accum
+            count = count + good * args.accum              # pieces
             totals = {name: totals.get(name, 0) + torch.where(good, value, 0)
                       for name, value in metrics.items()}
             if step % 20 == 0 or step + 1 == steps:        # the only times the device is waited for
                 for i, value in enumerate(torch.stack(losses).tolist(), step + 1 - len(losses)):
                     finite, misses = (value, 0) if math.isfinite(value) else (finite, misses + 1)
-                    if misses > 20 * scaler.is_enabled():  # it skips steps until its scale fits
+                    if misses > (20 if scaler.is_enabled() else 0):    # until its scale fits
                         give_up(f"the loss is {value} at epoch {epoch + 1}, step {i + 1} of "
                                 f"{steps}, lr {rate(i):.1e}")
                 losses = []
@@ -887,8 +887,8 @@ def eval_noise(kind, ids, grid):
 
 
 def repaint(model, pictures, ids, kind="random", mask_ratio=None, leak_free=False):
-    """Pictures (b,C,H,W), uint8, in 0 ... 1; painted by the model where they are hidden; where that
-    is; and painted as a whole, for methods that render."""
+    """Of pictures (b,C,H,W), uint8: themselves in 0 ... 1, their reconstruction, where they are
+    hidden (b,1,H,W) and, from methods that render, the rendered picture."""
     noise = eval_noise(kind, ids, model.encoder.grid).to(pictures.device)
     images, size = normalize(pictures, model), model.encoder.img_size
     painted, mask = model.reconstruct(images, noise, mask_ratio, leak_free)
@@ -1018,7 +1018,7 @@ def describe(args, procs, train, val, model, *lines):
     if procs.rank > 0:
         return
     encoder, n = model.encoder, len(train.labels)
-    where = "on the device" if torch.is_tensor(train.pictures) else f"{args.workers} workers"
+    where = "on the device" if train.in_memory else f"{args.workers} workers"
     where += "" if train.classes else "; no train/ folder, so val is held out by name"
     print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}")
     print(f"model   {type(model).__name__}: {millions(encoder):.2f} M parameters in the encoder "
@@ -1046,35 +1046,33 @@ def run(args, values):
     torch.manual_seed(args.seed)
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
     pairs, notes, weights = hasattr(cls, "pairs"), [], {}
-    if pairs and args.same_class is not None:
-        smallest = min(train.labels.unique(return_counts=True)[1].tolist())
-        if not train.classes or args.same_class > 0 and smallest < 2 or (
-                args.same_class < 1 and smallest == len(train.labels)):
-            raise ValueError(f"--same_class {args.same_class} needs class folders, classes of two "
-                             f"and more pictures for a share above 0, two classes below 1")
-    if pairs and args.teacher:
-        config["teacher"], weights = read_teacher(args.teacher, config)
-    elif pairs:
-        notes = ["teacher none, so no distillation: --teacher FILE takes an MAE"]
+    if pairs:
+        sizes = train.labels.unique(return_counts=True)[1]             # without classes: one
+        if args.same_class is not None and (len(sizes) < 2 or sizes.min() < 2):
+            raise ValueError(f"--same_class {args.same_class} needs class folders, two and more, "
+                             f"of two and more pictures each")
+        if args.teacher:
+            config["teacher"], weights = read_teacher(args.teacher, config)
+        teacher = args.teacher or "none, so no distillation: --teacher FILE takes an MAE"
+        share, mix = ("any" if x is None else x for x in (args.same_class, args.mix))
+        notes = [f"teacher {teacher}",
+                 f"pairs   share of one class: {share}, weight of the first image: {mix}"]
     model = cls(**config)
     if weights:
-        restore(model.teacher, weights, args.teacher)
-        notes = [f"teacher {args.teacher}: {config['teacher']}, weight {model.distill_weight}"]
-    if pairs:
-        share, mix = ("any" if x is None else x for x in (args.same_class, args.mix))
-        notes += [f"pairs   share of one class: {share}, weight of the first image: {mix}"]
+        with naming(args.teacher):
+            model.teacher.load_state_dict(weights)
     model.to(procs.device)
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256 * model.lr_scale
     notes += initialize(model, args.init) if args.init else []
     describe(args, procs, train, val, model, taken, *notes)
-    folder, stream = Path(args.runs, args.name), not torch.is_tensor(train.pictures)
+    folder = Path(args.runs, args.name)
 
     def prepare(rows, pictures, labels, generator):
         torch.manual_seed(generator.initial_seed())        # for what the model draws by itself
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, procs.device, generator)
         parts = pictures.chunk(1 + pairs)                  # images and partners
-        if not stream:
+        if train.in_memory:
             parts = [crop_batch(part, rows, img_size, args, generator) for part in parts]
         images, *partners = (normalize(part, model) for part in parts)
         if not pairs:
@@ -1083,8 +1081,8 @@ def run(args, values):
         mix = mix if args.mix is None else torch.tensor(args.mix)      # of all images of a step
         return images, noise[rows], *partners, mix.to(procs.device, non_blocking=True)
 
-    row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay),
-              Feed(train, args, procs, crop_transform(img_size, args) if stream else None), prepare,
+    feed = Feed(train, args, procs, None if train.in_memory else crop_transform(img_size, args))
+    row = fit(args, procs, model, weight_decay_groups(model, args.weight_decay), feed, prepare,
               lambda: evaluate_psnr(model, val, args, procs, folder / "recon.png"),
               method=args.method, config=config)
     if procs.rank == 0:

@@ -360,6 +360,6 @@ def transfer(model, state, grid=None):
         else:
             errors.append(f"{k} is {'missing' if k in own else 'left over'}")
     if errors:
-        raise ValueError(f"does not fit this model: {'; '.join(sorted(errors))}")
+        raise ValueError("; ".join(sorted(errors)))
     model.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
     return sorted(notes)
