@@ -44,9 +44,9 @@ from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, from_released, grid_of, mask_noise,
                  pair, transfer)
 
-# A method has what mae.MAE has: __init__'s first six arguments, recipe, small, mean, std, lr_scale,
-# encoder, mask_ratio, forward and reconstruct. Where it has them, these are used too: pairs (it is
-# trained on pairs of images: imae), render (minr), figures, measures, from_mae, norm_pix_loss.
+# Every method has these, and the constructor's first six arguments of mae.MAE. What only some have
+# is asked for: norm_pix_loss, pairs (of images, to train on), render, figures, measures, from_mae.
+FACE = ("recipe", "small", "mean", "std", "lr_scale", "encoder", "mask_ratio", "reconstruct")
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
@@ -144,12 +144,14 @@ class Parser(argparse.ArgumentParser):
         if "lr" not in values:
             option("--lr", type=float, default=argparse.SUPPRESS, help="learning rate")
         for name, default in {"momentum": 0.9, **values}.items():
-            words = re.search(rf"^ *{name}: (.+)", doc, re.M)[1]
+            words = re.search(rf"^ *{name}: (.+)", doc, re.M)
+            if not words:
+                self.error(f"--{name}: there is no line `{name}: words` in the class's docstring")
             kind = kinds.get(name, type(default))
             how = (dict(action=argparse.BooleanOptionalAction) if kind is bool else
                    dict(type=kind if kind in (int, float) else numbers))
             option(f"--{name}", default=argparse.SUPPRESS, **how,
-                   help=(words + f" ({default})" * (default is not None)).replace("%", "%%"))
+                   help=(words[1] + f" ({default})" * (default is not None)).replace("%", "%%"))
 
     def run(self, run, argv):
         """run(args) of the words `argv`; what makes no sense, a ValueError, ends in one line."""
@@ -761,7 +763,8 @@ def open_run(args, procs, content, model, optimizer, scaler):
         if not saved.keys() >= {"method", "optimizer", "scaler", "epoch", "history"}:
             raise ValueError(f"{last} is not a checkpoint of a run: --overwrite replaces it")
         flags, history = saved["flags"], saved["history"]
-        was = {"method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
+        was = {**knobs(type(model)),                       # an argument that was not there yet
+               "method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
         now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
         other = [f"{name} {was.get(name)}, not {now.get(name)}" for name in {**was, **now}
                  if was.get(name) != now.get(name)]
@@ -1058,6 +1061,8 @@ def run(args, values):
         notes = [f"teacher {teacher}",
                  f"pairs   share of one class: {share}, weight of the first image: {mix}"]
     model = cls(**config)
+    if lacks := [name for name in FACE if not hasattr(model, name)]:
+        raise ValueError(f"{cls.__name__} lacks {', '.join(lacks)}, which every method has")
     if weights:
         with naming(args.teacher):
             model.teacher.load_state_dict(weights)

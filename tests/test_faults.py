@@ -22,7 +22,7 @@ import finetune
 import train
 from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, shell, torchrun,
                             write_pictures)
-from train import METHODS
+from train import METHODS, knobs
 
 # ---------------------------------------------------------------------------------- command lines
 
@@ -650,7 +650,8 @@ def draw(seed):
                         loss_on=r.choice(("all", "masked")), coord_jitter=either(),
                         pixel_fraction=r.uniform(0.01, 1), encode_visible_only=either())
         return name, options
-    options["norm_pix_loss"] = either()
+    if "norm_pix_loss" in knobs(METHODS[name]):
+        options["norm_pix_loss"] = either()
     if name == "hypermae":
         layers, blocks = r.randint(2, 6), r.randint(1, 3)
         options |= dict(n_weight_tokens=r.randint(1, 6), feat2w_depth=blocks, mlp_depth=layers,
@@ -658,6 +659,8 @@ def draw(seed):
                         modulated_layer=r.randint(0, layers - 2), pe_dim=2 * r.randint(1, 5),
                         pe_sigma=r.uniform(1, 2000), out_bias=r.random(), relu_around_m=either(),
                         loss_on=r.choice(("masked", "all")))
+        return name, options
+    if "decoder_dim" not in knobs(METHODS[name]):          # a new method
         return name, options
     heads = r.choice((1, 2, 3))
     options |= dict(decoder_dim=4 * heads * r.randint(1, 3), decoder_heads=heads,
@@ -674,7 +677,7 @@ def draw(seed):
         n = depth if maps == "all" else len(maps)
         several = n + (options["include_input"] is not False) > 1
         options["softmax_weights"] = not one and several and either()
-    else:
+    elif name == "imae":
         teacher = dict(dim=8, depth=1, heads=2) if either() else None
         options |= dict(branches=r.choice((1, 2)), beta=r.uniform(0.1, 3), teacher=teacher,
                         distill_weight=r.choice((None, 0.0, 0.5)) if teacher else None)

@@ -3,6 +3,7 @@ something. What is special to one is in its own file."""
 
 import copy
 import math
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,21 +17,22 @@ from tests.bench import count_flops
 from tests.conftest import ROOT, same
 from tests.golden import distances, load
 from train import METHODS, knobs
-from vit import normalize_patches, patchify
+from vit import mask_noise, normalize_patches, patchify
 
-SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2)
+SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
+             mask_ratio=0.75)
 DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
-BASE = {
+BASE = defaultdict(dict, {  # what keeps them small; a new method needs no entry
     "mae": DECODER,
     "crossmae": DECODER,
     "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
                      pe_sigma=4.0),
     "minr": dict(hidden_dim=8, groups=4, ff_dim=4, ff_sigma=4.0, mlp_depth=4),
     "imae": DECODER,
-}
+})
 DECODER_OPTIONS = [dict(norm_pix_loss=False), dict(decoder_dim=32), dict(decoder_depth=1),
                    dict(decoder_heads=4)]
-OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
+OPTIONS = defaultdict(list, {  # every one of a method's own arguments, and some of the encoder's
     "mae": [*DECODER_OPTIONS, dict(inter_block_attention=True)],
     "crossmae": [*DECODER_OPTIONS, dict(prediction_ratio=0.25), dict(feature_maps="last"),
                  dict(feature_maps=(1,)), dict(include_input=False), dict(self_attention=True),
@@ -48,7 +50,7 @@ OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
     "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
              dict(teacher=dict(dim=12, depth=1, heads=2)),
              dict(teacher=dict(dim=12, depth=1, heads=2), distill_weight=0.5)],
-}
+})
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
           "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
@@ -114,13 +116,23 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
     loss, metrics = model(inputs_of(model)[0])
     loss.backward()
     assert loss.dtype == torch.float32 and loss.ndim == 0
-    assert not any(value.requires_grad or value.ndim for value in metrics.values())
+    assert not any(value.requires_grad or value.ndim for value in metrics.values()), (
+        "metrics are 0-dim and detached")
     assert metrics["loss"] == loss
     dead = [n for n, p in model.named_parameters() if p.requires_grad and (
         p.grad is None or not p.grad.any())]
     assert dead == []
     assert {n for n, p in model.named_parameters() if not p.requires_grad and
             not n.startswith("teacher.")} <= {"decoder_pos_embed", "encoder.pos_embed"}
+
+
+@methods
+def test_a_call_without_noise_draws_one_mask(name):
+    model, (images, _) = build(name), images_and_noise()
+    torch.manual_seed(2)
+    loss = loss_of(model, images, None)
+    torch.manual_seed(2)
+    assert loss == loss_of(model, images, mask_noise("random", len(images), model.encoder.grid))
 
 
 @methods

@@ -619,3 +619,29 @@ def test_metrics_are_reduced_once_an_epoch(pretrain, monkeypatch):
     often = len(calls)
     pretrain("--batch_size", "1", name="b")
     assert len(calls) == 2 * often
+
+
+def test_a_method_of_your_own(pretrain, folder, refused, monkeypatch):
+    """What every method has is asked for at the start, not after an epoch; and a flag's words."""
+    class Own(MAE):
+        """
+        own_flag: a number that does nothing
+        """
+        def __init__(self, *, mask_ratio=0.75, own_flag=1, **sizes):
+            super().__init__(mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2, **sizes)
+
+        __doc__ += MAE.__doc__
+
+    monkeypatch.setitem(train.METHODS, "own", Own)
+    pretrain("--method", "own", "--own_flag", "2", name="own", own=[])
+    with monkeypatch.context() as patch:
+        patch.delattr(MAE, "reconstruct")
+        refused(train.main, ["--method", "own", "--name", "x", "--data", folder, *TINY],
+                "Own lacks reconstruct")
+    older = train.read("runs/own/last.pt")
+    del older["config"]["own_flag"]                        # was not there yet, so it was 1
+    torch.save(older, "runs/own/last.pt")
+    refused(train.main, ["--method", "own", "--data", folder, *TINY, "--own_flag", "2", "--resume"],
+            "cannot be resumed: it has own_flag 1, not 2")
+    monkeypatch.setattr(Own, "__doc__", MAE.__doc__)
+    refused(train.main, ["--method", "own"], "--own_flag", "docstring")
