@@ -22,7 +22,7 @@ from vit import mask_noise, normalize_patches, patchify
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
 DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
-BASE = defaultdict(dict, {  # what keeps them small; a new method needs no entry
+BASE = defaultdict(dict, {  # arguments that keep them small
     "mae": DECODER,
     "crossmae": DECODER,
     "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
