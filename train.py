@@ -769,7 +769,8 @@ def open_run(args, procs, content, model, optimizer, scaler):
         other = [f"{name} {was.get(name)}, not {now.get(name)}" for name in {**was, **now}
                  if was.get(name) != now.get(name)]
         if other:
-            raise ValueError(f"{folder} cannot be resumed: it has {'; '.join(other)}")
+            raise ValueError(f"{folder} cannot be resumed: it has {'; '.join(other)}: --name NAME "
+                             f"starts another")
         if saved["epoch"] and not saved["optimizer"].get("state") and args.optimizer != "sgd":
             raise ValueError(f"{last} has lost its optimiser's state: --init {last} starts anew")
         groups = optimizer.state_dict()["param_groups"]    # with the settings asked for now

@@ -137,7 +137,8 @@ def test_a_call_without_noise_draws_one_mask(name):
 
 @methods
 def test_every_argument_is_tested(name):
-    assert knobs(METHODS[name]).keys() <= {k for o in SHARED + OPTIONS[name] for k in o}
+    missing = knobs(METHODS[name]).keys() - {k for o in SHARED + OPTIONS[name] for k in o}
+    assert not missing, f"OPTIONS[{name!r}] has no values of {missing}"
 
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
@@ -233,7 +234,7 @@ def test_one_batch_overfits(name):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.3 * first
+    assert loss < 0.3 * first, "it is wrong, or too large (BASE) or too small (LARGER) for this"
 
 
 @methods
