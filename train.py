@@ -763,9 +763,8 @@ def open_run(args, procs, content, model, optimizer, scaler):
         if not saved.keys() >= {"method", "optimizer", "scaler", "epoch", "history"}:
             raise ValueError(f"{last} is not a checkpoint of a run: --overwrite replaces it")
         flags, history = saved["flags"], saved["history"]
-        was = {**knobs(type(model)),                       # an argument that was not there yet
-               "method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
-        now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
+        was, now = ({**knobs(type(model)), **c["config"], "method": c["method"], "optimizer": kind}
+                    for c, kind in ((saved, flags.get("optimizer")), (content, args.optimizer)))
         other = [f"{name} {was.get(name)}, not {now.get(name)}" for name in {**was, **now}
                  if was.get(name) != now.get(name)]
         if other:
@@ -805,7 +804,7 @@ def fit(args, procs, model, groups, feed, prepare, evaluate, **content):
                          f"processes x --accum {args.accum}")
     if n < args.batch_size:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
-    if args.min_lr > args.lr:
+    if args.schedule == "cosine" and args.min_lr > args.lr:
         raise ValueError(f"--min_lr {args.min_lr} is above the learning rate {args.lr:.3g}")
     dtype, steps = amp_dtype(args.amp, device), n // args.batch_size
     optimizer = make_optimizer(args, groups, procs)
@@ -1051,14 +1050,16 @@ def run(args, values):
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
     pairs, notes, weights = hasattr(cls, "pairs"), [], {}
     if pairs:
-        sizes = train.labels.unique(return_counts=True)[1]             # without classes: one
-        if args.same_class is not None and (len(sizes) < 2 or sizes.min() < 2):
-            raise ValueError(f"--same_class {args.same_class} needs class folders, two and more, "
-                             f"of two and more pictures each")
+        r, sizes = args.same_class, train.labels.unique(return_counts=True)[1]
+        if r is not None and (not train.classes or r > 0 and sizes.min() < 2
+                              or r < 1 and len(sizes) < 2):
+            raise ValueError(f"--same_class {r} needs class folders, of two and more pictures each "
+                             f"for a share above 0, two and more for one below 1")
         if args.teacher:
             config["teacher"], weights = read_teacher(args.teacher, config)
-        teacher = args.teacher or "none, so no distillation: --teacher FILE takes an MAE"
-        share, mix = ("any" if x is None else x for x in (args.same_class, args.mix))
+        teacher = (f"{args.teacher}: {config['teacher']}" if args.teacher else
+                   "none, so no distillation: --teacher FILE takes an MAE")
+        share, mix = ("any" if x is None else x for x in (r, args.mix))
         notes = [f"teacher {teacher}",
                  f"pairs   share of one class: {share}, weight of the first image: {mix}"]
     model = cls(**config)

@@ -21,6 +21,8 @@ import train
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda:0")
 WAITS = []
+GROUP = "_group_tensors_by_device_and_dtype"
+GROUPERS = ("torch.optim.optimizer", "torch.nn.utils.clip_grad")
 
 
 def on_gpu(device):
@@ -147,6 +149,16 @@ def placing(function):
     return place
 
 
+def grouping(function):
+    """Groups of tensors by device and dtype, as optimisers make them: below Python, where that is
+    done, ours are on the CPU."""
+    def group(tensors, *args, **kwargs):
+        ours = any(isinstance(x, Tensor) for column in tensors for x in column)
+        return {(DEVICE if ours else device, dtype): rest
+                for (device, dtype), rest in function(tensors, *args, **kwargs).items()}
+    return group
+
+
 @contextmanager
 def real_gpu(monkeypatch):
     """As gpu, of one that is there: torch warns of waits."""
@@ -183,6 +195,8 @@ def gpu(monkeypatch):
                 (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
                 (train, "DataLoader", lambda *a, **k: loader(*a, **{**k, "pin_memory": False})),
                 (F, "one_hot", one_hot_of), (v2._augment, "one_hot", one_hot_of),
+                *((owner, GROUP, grouping(getattr(owner, GROUP)))
+                  for owner in map(sys.modules.get, GROUPERS)),
                 *((torch, name, drawing(getattr(torch, name)))
                   for name in ("rand", "randn", "randint", "randperm")),
                 *((torch, name, placing(getattr(torch, name)))

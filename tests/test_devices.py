@@ -38,15 +38,13 @@ def test_the_pretended_gpu_is_one(monkeypatch):
     ("minr", ["--hypernetwork", "transinr", "--pixel_fraction", "0.3", "--mask", "grid"]),
     ("imae", ["--teacher", "runs/teacher/last.pt", "--same_class", "0.5"])])
 def test_training_on_a_gpu(name, words, pretrain, gpu):
-    """Also resumed. No step waits for the GPU, but for fp16's scaler, which is torch's."""
+    """Also resumed. No step waits for the GPU."""
     if name == "imae":
         pretrain(name="teacher")
     words = ["--method", name, *words, "--device", "cuda"]
     pretrain(*words, name=name, own=flags(BASE[name]))
     pretrain(*words, "--epochs", "3", "--resume", name=name, own=flags(BASE[name]))
-    steps = [names for names in gpu if "train_step" in names]
-    assert gpu and all(names[0] == "train_step" for names in steps)
-    assert bool(steps) == ("fp16" in words)
+    assert gpu and not [names for names in gpu if "train_step" in names]
 
 
 def test_streaming_to_a_gpu(pretrain, gpu):

@@ -270,3 +270,13 @@ def test_two_processes(tune, folder):
     assert train.read("runs/two/last.pt")["epoch"] == 2
 
 
+
+
+@pytest.mark.parametrize("mode", ["scratch", "linear", "finetune"])
+def test_every_mode_resumes(mode, folder, pretrain):
+    pretrain()
+    words = ["--data", str(folder), "--mode", mode, *TINY[8:], "--name", "x"]
+    words += [*TINY[:8]] if mode == "scratch" else ["--checkpoint", "runs/mae/last.pt"]
+    finetune.main(words)
+    finetune.main([*words, "--epochs", "3", "--resume"])
+    assert train.read("runs/x/last.pt")["epoch"] == 3
