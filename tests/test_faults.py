@@ -20,7 +20,7 @@ from PIL import Image
 
 import finetune
 import train
-from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, shell, torchrun,
+from tests.conftest import (DECODER, TINY, ended, fork, same, script, shell, torchrun,
                             write_pictures)
 from train import METHODS, knobs
 
@@ -206,13 +206,14 @@ def test_wrong_command_lines_in_processes(desk):
     assert not (desk / "runs/new").exists()
 
 
+def lame(*words):
+    """As script, but rank 1 does not find the data; the other would wait for it."""
+    script("train.py", *words, *["--data", "gone"] * (os.environ["RANK"] == "1"))
+
+
 def test_an_error_of_one_rank_ends_all(desk):
-    """Here rank 1 does not find the data; the other would wait for it."""
-    Path("lame.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import train\n"
-                               "other = ['--data', 'gone'] * (os.environ['RANK'] == '1')\n"
-                               "train.main([*sys.argv[1:], *other])")
-    done = shell(desk / "lame.py", *BASE["train"], processes=2)
-    assert done.returncode != 0 and "--data gone is not shapes" in done.stderr
+    code, lines = ended(fork(torchrun, lame, *BASE["train"]))
+    assert code != 0 and any("--data gone is not shapes" in line for line in lines)
 
 
 # ------------------------------------------------------------------------- checkpoints of strangers
