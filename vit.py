@@ -75,6 +75,21 @@ def normalize_patches(patches):
     return (patches - mean) / std, mean, std
 
 
+# ------------------------------------------------------------------------------------------- pixels
+
+def normalize(pictures, model):
+    """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
+    channels = zip(pictures.unbind(1), model.mean, model.std)          # numbers: nothing is copied
+    return torch.stack([(x / 255 - mean) / std for x, mean, std in channels], dim=1)
+
+
+def denormalize(images, model):
+    """normalize's inverse, as 0 ... 1."""
+    mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1)
+                 for v in (model.mean, model.std))
+    return (images.float() * std + mean).clamp(0, 1)
+
+
 # ---------------------------------------------------------------------------------------- positions
 
 def sincos_pos_embed(dim, grid):
