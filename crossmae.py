@@ -225,18 +225,25 @@ class CrossMAE(nn.Module):
         return self.decode(self.encode(images, ids_keep), ids_mask.sort(dim=1).values)
 
     @torch.no_grad()
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, with all their hidden patches painted in one pass (Figure
-        2), and the mask (B,L).
+    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
+        the loss has not
+        trained. And the mask (B,L).
 
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        pred = self.decode(self.encode(images, ids_keep), ids_mask)    # (B, L-K, p*p*C)
-        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
-                                  leak_free), mask
+        features, ids = self.encode(images, ids_keep), torch.cat([ids_keep, ids_mask], dim=1)
+        pred = [self.decode(features, part) for part in (ids_keep, ids_mask)]
+        pred = torch.cat(pred, dim=1)                                  # (B, L, p*p*C)
+        return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
+
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """reconstruct_all with the visible patches copied from images."""
+        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
+        return self.encoder.copy_visible(decoded, images, mask), mask
 
     def contributions(self, images, noise):
         """Each decoder block's own part of the predictions of all hidden patches (Appendix D): (1 +
@@ -267,11 +274,11 @@ class CrossMAE(nn.Module):
             parts = parts * std                                        # of the true patches
             parts[0] += mean
 
-        def paint(canvas, patches):
-            return self.encoder.paint(canvas, patches, ids_keep, ids_mask)
+        def place(canvas, patches):
+            return self.encoder.fill(canvas, patches, ids_mask, ids_keep)
         empty = torch.zeros_like(images)
-        cells = [images * (1 - self.encoder.pixels_of(mask)), *(paint(empty, p) for p in parts),
-                 paint(images, parts.sum(0))]                          # 2 + 1 + decoder depth
+        cells = [images * (1 - self.encoder.pixels_of(mask)), *(place(empty, p) for p in parts),
+                 place(images, parts.sum(0))]                          # 2 + 1 + decoder depth
         figures = {"contributions": torch.stack(cells, dim=1)}
         if self.mixes:
             W = self.map_weights()                                     # (decoder depth, n)

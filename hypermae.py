@@ -165,15 +165,21 @@ class HyperMAE(nn.Module):
         return self.inr(grid_coords(self.encoder.grid, images.device), M)  # (B, L, p*p*C)
 
     @torch.no_grad()
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, with their hidden patches painted, and the mask (B,L).
+    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
+        the loss has not
+        trained unless loss_on is "all". And the mask (B,L).
 
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        coords = grid_coords(self.encoder.grid, images.device)[ids_mask]  # (B, N, 2)
-        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, N, p*p*C)
-        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
-                                  leak_free), mask
+        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        pred = self.inr(grid_coords(self.encoder.grid, images.device), self.feat2w(images, ids_keep))
+        ids = torch.arange(pred.shape[1], device=images.device).expand_as(mask)  # raster order
+        return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
+
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """reconstruct_all with the visible patches copied from images."""
+        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
+        return self.encoder.copy_visible(decoded, images, mask), mask

@@ -182,26 +182,32 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def unmix(self, images, partners, mix, noise=None, mask_ratio=None, leak_free=False):
-        """What the branches paint of a mixture, every patch predicted: [subordinate, dominant] of
-        (B,C,H,W), and the mask (B,L). For the last arguments see reconstruct."""
+        """What the branches predict of a mixture, visible patches too: [subordinate, dominant] of
+        (B,C,H,W), and the mask (B,L). For the last arguments see reconstruct_all."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         pred, pair, mixture, ids_keep, mask = self.run(images, partners, mix, noise, mask_ratio,
                                                        exact=True)
         ids = torch.arange(self.encoder.num_patches, device=images.device).expand_as(mask)
-        return [self.encoder.paint(mixture if leak_free else target, x, ids_keep, ids,
-                                   self.norm_pix_loss, leak_free)
+        return [self.encoder.fill(mixture if leak_free else target, x, ids, ids_keep,
+                                  self.norm_pix_loss, leak_free)
                 for x, target in zip(pred, pair)], mask
 
     @torch.no_grad()
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised and not mixed, with their hidden patches painted by the
-        last branch (the dominant one, unless `branches` is 1), and the mask (B,L).
+    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised and not mixed, as decoded by the last branch (the dominant
+        one, unless `branches` is 1): every patch predicted, visible ones too, which the loss has
+        not trained. And the mask (B,L).
 
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
-        painted, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
-        return torch.where(self.encoder.pixels_of(mask).bool(), painted[-1], images), mask
+        decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
+        return decoded[-1], mask
+
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """reconstruct_all with the visible patches copied from images."""
+        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
+        return self.encoder.copy_visible(decoded, images, mask), mask
 
     def one_mask(self, images):
         """The same noise (B,L) for all images."""
@@ -216,10 +222,10 @@ class IMAE(nn.Module):
             return {}
         x1, x2, rows = images[:1], images[1:2], []
         for a in MIXES:
-            (painted, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))
+            (decoded, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))
             mixture, hidden = self.mixture(x1, x2, a)[0], self.encoder.pixels_of(mask).bool()
-            rows.append(torch.cat([mixture, mixture * ~hidden, painted,
-                                   torch.where(hidden, painted, mixture), x1, x2]))
+            rows.append(torch.cat([mixture, mixture * ~hidden, decoded,
+                                   torch.where(hidden, decoded, mixture), x1, x2]))
         return {"unmix": torch.stack(rows)}
 
     @torch.no_grad()
@@ -245,10 +251,10 @@ class IMAE(nn.Module):
             return zip(images.split(250), images.roll(1, 0).split(250))
 
         def psnr(images, partners, a):                                 # (b,)
-            (painted, *_), mask = self.unmix(images, partners, a, self.one_mask(images))
+            (decoded, *_), mask = self.unmix(images, partners, a, self.one_mask(images))
             hidden = self.encoder.pixels_of(mask)
             mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
-            error = (painted * std + mean).clamp(0, 1) - (images * std + mean)
+            error = (decoded * std + mean).clamp(0, 1) - (images * std + mean)
             error = (error.square() * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
             return -10 * error.clamp(min=1e-10).log10()
         rows = []

@@ -118,18 +118,24 @@ class MAE(nn.Module):
         return take(pred, order.argsort(dim=1))
 
     @torch.no_grad()
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, with their hidden patches painted, and the mask (B,L).
+    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
+        the loss has not
+        trained. And the mask (B,L).
 
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a painted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.paint).
+        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
+        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
         ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        z = self.encode(images, ids_keep)                              # (B, 1+K, D)
-        pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])   # (B, M, p*p*C)
-        return self.encoder.paint(images, pred, ids_keep, ids_mask, self.norm_pix_loss,
-                                  leak_free), mask
+        ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
+        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, ids.shape[1])
+        return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
+
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """reconstruct_all with the visible patches copied from images."""
+        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
+        return self.encoder.copy_visible(decoded, images, mask), mask
 
     @torch.no_grad()
     def measures(self, train, val, noise=None):

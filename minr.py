@@ -191,7 +191,7 @@ class MINR(nn.Module):
                 (error * hidden).sum() / hidden.sum().clamp(min=1))
         return loss, {"loss": loss.detach()}
 
-    def paint(self, images, size, noise, mask_ratio):
+    def render_masked(self, images, size, noise, mask_ratio):
         """All pixels (B,C,H',W') of the size (H',W'), a few thousand at a time, and the mask."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
@@ -201,25 +201,30 @@ class MINR(nn.Module):
         return torch.cat(colours, dim=1).transpose(1, 2).unflatten(2, size), mask
 
     def predict(self, images, noise):
-        """All patches (B,L,p*p*C) in raster order, as painted."""
-        painted, _ = self.paint(images, self.encoder.img_size, noise, None)
-        return patchify(painted, self.encoder.patch_size)
+        """All patches (B,L,p*p*C) in raster order, as rendered."""
+        rendered, _ = self.render_masked(images, self.encoder.img_size, noise, None)
+        return patchify(rendered, self.encoder.patch_size)
 
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
-        """What is seen of images (B,C,H,W), painted at any size, an int or (H',W'): (B,C,H',W')."""
+        """Images (B,C,H,W), masked, rendered at any size, an int or (H',W'): (B,C,H',W')."""
         sides = pair(size) if isinstance(size, (int, tuple, list)) else (size,)
         if not all(isinstance(n, int) and n > 0 for n in sides):
             raise ValueError(f"size {size} is not one or two whole numbers above 0")
-        return self.paint(images, sides, noise, mask_ratio)[0]
+        return self.render_masked(images, sides, noise, mask_ratio)[0]
 
     @torch.no_grad()
+    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W) as rendered at their own size: every pixel predicted, visible ones too.
+        And the mask (B,L). `mask_ratio` replaces the model's in this call; nothing is normalised,
+        so leak_free changes nothing. ValueError if noise is a 0/1 mask that shows another number
+        of patches than mask_ratio."""
+        return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
+
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W) with their hidden patches painted, and the mask (B,L). `mask_ratio`
-        replaces the model's in this call; nothing is normalised, so leak_free changes nothing.
-        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
-        painted, mask = self.paint(images, self.encoder.img_size, noise, mask_ratio)
-        return torch.where(self.encoder.pixels_of(mask).bool(), painted, images), mask
+        """reconstruct_all with the visible patches copied from images."""
+        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
+        return self.encoder.copy_visible(decoded, images, mask), mask
 
     def figures(self, images):
         """{"rendered": (rows,2,C,4H,4W)}: rendered at four times the size, beside bicubic upscaling

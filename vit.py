@@ -284,20 +284,25 @@ class ViT(nn.Module):
         patches = take(patchify(images, self.patch_size), ids).float()
         return normalize_patches(patches)[0] if normalized else patches
 
-    def paint(self, images, pred, ids_keep, ids_mask, normalized=False, leak_free=False):
-        """Images (B,C,H,W) with pred (B,M,p*q*C) for the patches ids_mask (B,M).
+    def fill(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
+        """Images (B,C,H,W) with the predictions pred (B,M,p*q*C) in place of their patches ids
+        (B,M).
 
         A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
         patch, which flatters picture and PSNR, or, `leak_free`, from all pixels of ids_keep."""
         patches, pred = patchify(images, self.patch_size).float(), pred.float()  # (B, L, p*q*C)
         if normalized:
-            known = take(patches, ids_mask)                            # (B, M, p*q*C) the truth
+            known = take(patches, ids)                                 # (B, M, p*q*C) the truth
             if leak_free:
                 known = take(patches, ids_keep).flatten(1)[:, None]    # (B, 1, K*p*q*C)
             _, mean, std = normalize_patches(known)
             pred = pred * std + mean
-        patches = patches.scatter(1, ids_mask[..., None].expand_as(pred), pred)
+        patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)
         return unpatchify(patches, self.patch_size, self.grid)
+
+    def copy_visible(self, decoded, images, mask):
+        """Decoded images (B,C,H,W) with the visible patches copied from images: mask (B,L) is 0."""
+        return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def embed(self, images, ids_keep=None):
         """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""

@@ -17,7 +17,7 @@ from tests.bench import count_flops
 from tests.conftest import ROOT, same
 from tests.golden import distances, load
 from train import METHODS, knobs
-from vit import mask_noise, normalize_patches, patchify
+from vit import mask_noise, normalize_patches, patchify, take
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -82,8 +82,6 @@ def at_hidden(pred, mask):
     return pred[mask.bool()] if pred.shape[1] == mask.shape[1] else pred.flatten(0, 1)
 
 
-normalising = pytest.mark.parametrize("name", [n for n in METHODS if "norm_pix_loss" in
-                                               knobs(METHODS[n])])
 methods = pytest.mark.parametrize("name", METHODS)
 cases = pytest.mark.parametrize("name, options", CASES)
 
@@ -188,39 +186,51 @@ def test_order_of_the_noise_does_not_matter(name):
     assert torch.allclose(model.predict(images, noise), model.predict(images, mask), atol=1e-5)
 
 
+def all_predictions(model, images, noise):
+    """predict's of all patches, (B,L,p*p*C): CrossMAE is asked for the visible ones by themselves."""
+    pred, (ids_keep, ids_mask, mask) = model.predict(images, noise), model.encoder.mask(
+        images, noise, model.mask_ratio)
+    if pred.shape[1] == mask.shape[1]:
+        return pred
+    visible = model.decode(model.encode(images, ids_keep), ids_keep)
+    order = torch.cat([ids_keep, ids_mask.sort(dim=1).values], dim=1).argsort(dim=1)
+    return take(torch.cat([visible, pred], dim=1), order)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("crossmae", dict(self_attention=True)), ("minr", {}), *[
+        (n, dict(norm_pix_loss=norm)) for n in METHODS if "norm_pix_loss" in knobs(METHODS[n])
+        for norm in (False, True)]])
+def test_reconstructions(name, options):
+    """Every patch is the model's own prediction, visible ones too, with its statistics given back:
+    the true patch's or, leak_free, those of all visible pixels. Then visible ones are copied."""
+    model, (images, noise) = build(name, **options), images_and_noise()
+    pred, patches = all_predictions(model, images, noise), patchify(images, 4)
+    for leak_free in (False, True):
+        decoded, mask = model.reconstruct_all(images, noise, leak_free=leak_free)
+        copied, again = model.reconstruct(images, noise, leak_free=leak_free)
+        known = patches[mask == 0].view(3, 1, -1) if leak_free else patches
+        _, mean, std = normalize_patches(known)
+        wanted = pred * std + mean if getattr(model, "norm_pix_loss", False) else pred
+        assert torch.allclose(patchify(decoded, 4), wanted, atol=1e-5)
+        hidden = model.encoder.pixels_of(mask).bool().expand_as(images)
+        assert torch.equal(mask, again) and torch.equal(copied[hidden], decoded[hidden])
+        assert torch.equal(copied[~hidden], images[~hidden])
+        assert (decoded - images)[~hidden].abs().mean() > 0.1
+
+
 @methods
-def test_own_mask_and_reconstruct(name):
-    options = dict(norm_pix_loss=False) if "norm_pix_loss" in knobs(METHODS[name]) else {}
-    model, (images, _) = build(name, **options), images_and_noise(2)
+def test_own_masks(name):
+    model, (images, _) = build(name), images_and_noise(2)
     own = torch.ones(2, 24)
     own[0, :6], own[1, 6:12] = 0, 0
-    painted, mask = model.reconstruct(images, own)
-    assert torch.equal(mask, own) and painted.shape == images.shape
-    hidden = model.encoder.pixels_of(mask).bool().expand_as(images)
-    assert torch.equal(painted[~hidden], images[~hidden])              # visible pixels are copied
-    pred = at_hidden(model.predict(images, own), mask)
-    assert torch.allclose(patchify(painted, 4)[mask.bool()], pred, atol=1e-6)
-    own[0, 6] = 0
-    with pytest.raises(ValueError, match="shows 7 of 24 patches, mask_ratio 0.75 shows 6"):
-        model.reconstruct(images, own)
-    assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12, 12]
-    with pytest.raises(ValueError, match="mask_ratio 0.0 shows"):
-        model.reconstruct(images, mask_ratio=0.0)
-
-
-@normalising
-def test_normalised_predictions_get_statistics_back(name):
-    model, (images, noise) = build(name, norm_pix_loss=True), images_and_noise()
-    flatter, mask = model.reconstruct(images, noise)
-    mask, (_, mean, std) = mask.bool(), normalize_patches(patchify(images, 4))
-    pred = at_hidden(model.predict(images, noise), mask)
-    assert torch.allclose(patchify(flatter, 4)[mask], pred * std[mask] + mean[mask], atol=1e-5)
-
-    honest = model.reconstruct(images, noise, leak_free=True)[0]
-    brighter = images + 3 * model.encoder.pixels_of(mask.float())      # the truth does not matter
-    again = model.reconstruct(brighter, noise, leak_free=True)[0]
-    assert torch.equal(patchify(again, 4)[mask], patchify(honest, 4)[mask])
-    assert not torch.allclose(honest, flatter)
+    for method in (model.reconstruct, model.reconstruct_all):
+        assert torch.equal(method(images, own)[1], own)
+        assert method(images, mask_ratio=0.5)[1].sum(1).tolist() == [12, 12]
+        with pytest.raises(ValueError, match="mask_ratio 0.0 shows"):
+            method(images, mask_ratio=0.0)
+        with pytest.raises(ValueError, match="shows 7 of 24 patches, mask_ratio 0.75 shows 6"):
+            method(images, own.scatter(1, torch.tensor([[6], [6]]), 0))
 
 
 @methods
