@@ -1,70 +1,77 @@
-"""i-MAE: encode a mixture of two images, and take the latent apart again by linear layers.
+"""i-MAE: encode a mixture of two images, and separate its latent into the two by linear layers.
 
-Zhang, Shen: i-MAE, Are Latent Representations in Masked Autoencoders Linearly Separable?
-(arXiv 2210.11470).
+Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
+2210.11470). All numbers of sections, tables, figures and algorithms here are those of its
+supplementary material. Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees the visible patches of a weighted sum of two images. One linear layer for each
-image maps the latent to the input of a shared MAE decoder, which has to paint that image: branch 1
-the subordinate one (of the smaller weight), branch 2 the dominant one. Distillation pulls each
-branch towards the latent that a frozen MAE, the teacher, has of that image unmixed.
+image maps the latent to the input of a shared MAE decoder, which predicts that image: branch 1
+predicts the subordinate one (of the smaller weight), branch 2 the dominant one. Distillation pulls
+each branch towards the latent that a frozen MAE, the teacher, has of that image unmixed.
 
     B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
-    a the weight of the first image (Algorithm 1's alpha), z_1 and z_2 the branches, w_1 and w_2
-    the teacher's latents of the same images
-    a x1 + (1-a) x2 (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> z (2B,1+K,E)
+    a the weight of the first image (Algorithm 1's alpha), x_1 the subordinate and x_2 the dominant
+    image, z_1 and z_2 the branches' latents, w_1 and w_2 the teacher's
+    a x + (1-a) y (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> z (2B,1+K,E)
     -> decoder -> pixels of the hidden patches (2B,M,p*p*C)
 
-Where paper and released code differ, and what is done here:
-  1. Algorithm 1 gives the teacher each image unmixed; the release computes both latents from the
-     mixture. As in the paper, of the patches that the student sees.
-  2. Algorithm 1's l2_loss(z1, x1) means w1. What is compared are the teacher's latents through its
+Where paper and release differ, and what is done here:
+  1. Algorithm 1 gives the teacher both images, whole and unmixed. The release gives it the
+     student's visible patches, but computes both latents from the mixture. Here: the visible
+     patches, as released, of the unmixed images, as in the paper.
+  2. Algorithm 1's l2_loss(z1, x1) means w1. What is compared are the teacher's latents after its
      decoder embedding, and z after F_1 and F_2, which map to the decoder's width (release).
   3. At exactly a = 0.5 the first image is the subordinate one (release; Algorithm 1: the second).
-  4. The losses of the branches are added, not averaged (both).
+  4. The branches' losses are added, not averaged (the paper and the release).
   5. The release accepts norm_pix_loss and ignores it; here it works.
-  6. The release keeps MAE's decoder embedding without a use; here F_1 and F_2 replace it, and
-     start from it if the model does from an MAE (`--init`, as its script), else from xavier's.
+  6. The release keeps MAE's decoder embedding but never uses it; the branches are initialised from
+     it when training starts from an MAE (`--init` here). Otherwise they start from xavier's.
   7. The paper mixes within the batch; train.py draws partners from the whole data set
      (draw_partners), so that `--same_class` can be exact. Bare calls use the batch.
-  8. On ImageNet (Section 1, Table 1): `--norm_pix_loss` to classify, `--mask_ratio 0.5` to look.
-     Weight decay, schedule, epochs, crop and flip are not stated: MAE's.
+  8. ImageNet: Section 1 says MAE's settings, blr 1.5e-4 among them, Table 1 says blr 1e-3: as in
+     Table 1. Mask ratio 0.75 and `--norm_pix_loss` are for classification, 0.5 without is for
+     pictures (Section 1). Weight decay, schedule, epochs, warm-up, crop and flip are MAE's, as the
+     supplementary does not state them; the release trains for 400 epochs.
+  9. The release's figures paste the visible patches of x_1, here those of the mixture.
 """
 
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, mask_noise,
-                 sincos_pos_embed, take, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, mask_noise,
+                 pair, sincos_pos_embed, take, visible_count)
 
 
 class IMAE(nn.Module):
-    """`loss, metrics = model(images)`; `unmix` takes mixtures apart, `reconstruct` paints and
-    `encoder` gives features. Defaults: the paper's, ViT-B/16.
+    """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts what is
+    hidden, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, targets not normalised.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder; its weights are to be
             loaded into model.teacher, as train.py does
-        mask_ratio: share of the patches that is hidden
-        norm_pix_loss: predict patches normalised by their own mean and variance
+        mask_ratio: share of the patches that is hidden (Table 1)
+        norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)
         decoder_dim: width of the decoder
         decoder_depth: blocks of the decoder
         decoder_heads: attention heads of the decoder
-        branches: 2, or 1 for the subordinate image alone
-        beta: b of Beta(b, b), from which the weight of the first image is drawn
-        distill_weight: c, of the distillation (1 with a teacher, 0 without)
+        branches: 2, or 1 for the subordinate image alone (Section 3)
+        beta: b of Beta(b, b), from which the weight of the first image is drawn (Table 2: 1)
+        distill_weight: Algorithm 1's c, of the distillation (default: 1 with a teacher, else 0)
     """
 
-    recipe = dict(  # Table 1, ImageNet; CIFAR: blr 1.5e-4, no augmentation; Tiny-ImageNet: blr
-        # 1.5e-4, with --same_class 3.5e-4 (Table 2)
+    recipe = dict(  # Table 1, ImageNet: optimizer, blr, betas, batch_size, RandomResizedCrop; the
+        # rest is MAE's. CIFAR: blr 1.5e-4, no augmentation. Tiny-ImageNet: blr 1.5e-4, with
+        # --same_class 3.5e-4 (Table 2)
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, MAE's, without augmentation as on CIFAR
+    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: MAE's, without
+        # augmentation as on CIFAR (Table 1)
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False,
         decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0
-    pairs = True                                           # the loop supplies partners
+    pairs = True                                                       # train.py draws partners
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -87,7 +94,7 @@ class IMAE(nn.Module):
         self.beta, self.distill_weight = beta, distill_weight
         p, q = self.encoder.patch_size
 
-        self.decoder_embed = nn.ModuleList(                            # F_1, F_2
+        self.decoder_embed = nn.ModuleList(                            # F_1 and F_2
             nn.Linear(dim, decoder_dim) for _ in range(branches))
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
         self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
@@ -98,13 +105,13 @@ class IMAE(nn.Module):
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         self.apply(init_weights)
         self.teacher = None
-        if teacher:                                                    # its weights are loaded
+        if teacher:                                                    # E_m, loaded by train.py
             self.teacher = nn.ModuleDict(dict(
                 encoder=ViT(img_size, patch_size, in_chans, **teacher),
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
     def from_mae(self, state):
-        """A state dict in this model's names: an MAE's decoder embedding starts all branches."""
+        """A state dict in this model's names: an MAE's decoder embedding becomes all branches'."""
         state = dict(state)
         for part in {"weight", "bias"} if "decoder_embed.weight" in state else ():
             value = state.pop(f"decoder_embed.{part}")
@@ -119,17 +126,16 @@ class IMAE(nn.Module):
                              f"{tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         first = a <= 0.5                                               # is the subordinate one
-        pair = torch.where(first, images, partners), torch.where(first, partners, images)
-        return a * images + (1 - a) * partners, pair
-
+        xs = torch.where(first, images, partners), torch.where(first, partners, images)  # x_1, x_2
+        return a * images + (1 - a) * partners, xs                     # mix = a x + (1 - a) y
     def encode(self, mixture, ids_keep):
-        """A mixture's visible patches ids_keep (B,K) -> each branch's latent: [(B,1+K,E)]."""
-        latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D)
-        return [branch(latent) for branch in self.decoder_embed]
+        """A mixture's visible patches ids_keep (B,K) -> the latents [z_1, z_2], (B,1+K,E) each."""
+        latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mix)
+        return [F_i(latent) for F_i in self.decoder_embed]             # z_i = F_i(E_i(mix))
 
     def decode(self, z, ids_keep, ids_mask, last):
-        """Latents z (B,1+K,E) -> predictions (B,last,p*p*C) of the last so many patches in noise
-        order, as mae.MAE.decode."""
+        """Latents z (B,1+K,E) -> predictions (B,last,p*p*C) of the last `last` patches in noise
+        order, visible ones first: all if last = L, only the hidden ones if last = M (as mae.py)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
@@ -141,7 +147,7 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def teach(self, images, ids_keep):
-        """The teacher's latents w (B,1+K,E) of the same patches of images."""
+        """The teacher's latents w (B,1+K,E) of the patches ids_keep (B,K) of images."""
         return self.teacher["decoder_embed"](self.teacher["encoder"](images, ids_keep))
 
     def forward(self, images, noise=None, partners=None, mix=None):
@@ -150,30 +156,31 @@ class IMAE(nn.Module):
         float32 scalar, and its parts, detached: {"loss", "subordinate", "dominant", "distill"}."""
         partners = images.roll(1, 0) if partners is None else partners
         mix = torch.distributions.Beta(self.beta, self.beta).sample() if mix is None else mix
-        mixture, pair = self.mixture(images, partners, mix)
+        mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        zs = self.encode(mixture, ids_keep)                            # (B, 1+K, E) a branch
+        zs = self.encode(mixture, ids_keep)                            # z_1, z_2 (B, 1+K, E)
         n, (keep, hide) = len(zs), (ids.repeat(len(zs), 1) for ids in (ids_keep, ids_mask))
-        pred = self.decode(torch.cat(zs), keep, hide, hide.shape[1]).float()  # (nB, M, p*p*C)
-        target = self.encoder.targets(torch.cat(pair[:n]), hide, self.norm_pix_loss)
-        recon = (pred - target).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) a branch
+        x, z = torch.cat(xs[:n]), torch.cat(zs)                        # (nB, C, H, W), (nB, 1+K, E)
+        p = self.decode(z, keep, hide, hide.shape[1]).float()          # p_i = D_i(z_i) (nB, M, ppC)
+        t = self.encoder.targets(x, hide, self.norm_pix_loss)          # t_i = norm_pix(x_i)
+        recon = (p - t).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) MSE(p_i, t_i)
         distill = torch.zeros_like(recon[0])
-        if self.distill_weight > 0:                                    # both terms of distill(...)
-            w = self.teach(torch.cat(pair[:n]), keep)                  # (nB, 1+K, E)
-            distill = n * (torch.cat(zs).float() - w.float()).square().mean()
-        loss = recon.sum() + self.distill_weight * distill
+        if self.distill_weight > 0:
+            w = self.teach(x, keep)                                    # w_i = E_m(x_i) (nB, 1+K, E)
+            distill = n * (z.float() - w.float()).square().mean()      # sum of l2_loss(z_i, w_i)
+        loss = self.distill_weight * distill + recon.sum()             # c distill + recon
         names = ("loss", "subordinate", "dominant")[:n + 1] + ("distill",)
         return loss, {k: v.detach() for k, v in zip(names, (loss, *recon, distill))}
 
     def run(self, images, partners, mix, noise, mask_ratio, exact=False):
         """A branch each, [subordinate, dominant]: predictions (B,L,p*p*C) in raster order, and the
         images that they are of; the mixture, ids_keep and the mask (B,L)."""
-        mixture, pair = self.mixture(images, partners, mix)
+        mixture, xs = self.mixture(images, partners, mix)
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
-        order = torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1)  # (B, L)
+        order = torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1)  # (B, L) back to raster
         pred = [take(self.decode(z, ids_keep, ids_mask, order.shape[1]), order)
                 for z in self.encode(mixture, ids_keep)]
-        return pred, pair, mixture, ids_keep, mask
+        return pred, xs, mixture, ids_keep, mask
 
     def predict(self, images, noise):
         """All patches (B,L,p*p*C) of images, not mixed, by the last branch, in raster order and in
@@ -185,12 +192,12 @@ class IMAE(nn.Module):
         """What the branches predict of a mixture, visible patches too: [subordinate, dominant] of
         (B,C,H,W), and the mask (B,L). For the last arguments see reconstruct_all."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        pred, pair, mixture, ids_keep, mask = self.run(images, partners, mix, noise, mask_ratio,
-                                                       exact=True)
+        pred, xs, mixture, ids_keep, mask = self.run(images, partners, mix, noise, mask_ratio,
+                                                     exact=True)
         ids = torch.arange(self.encoder.num_patches, device=images.device).expand_as(mask)
-        return [self.encoder.fill(mixture if leak_free else target, x, ids, ids_keep,
+        return [self.encoder.fill(mixture if leak_free else x, p, ids, ids_keep,
                                   self.norm_pix_loss, leak_free)
-                for x, target in zip(pred, pair)], mask
+                for p, x in zip(pred, xs)], mask
 
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
@@ -216,16 +223,17 @@ class IMAE(nn.Module):
         return noise.expand(len(images), -1).to(images.device)
 
     def figures(self, images):
-        """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as Figures 6 and 7: a
-        row a weight; mixture, masked, subordinate prediction, with visible patches, targets."""
+        """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as in Figures 6 and 7,
+        a row a weight: mixture, masked, subordinate prediction, with the mixture's visible patches,
+        subordinate image, dominant image."""
         if len(images) < 2:
             return {}
         x1, x2, rows = images[:1], images[1:2], []
         for a in MIXES:
             (decoded, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))
-            mixture, hidden = self.mixture(x1, x2, a)[0], self.encoder.pixels_of(mask).bool()
-            rows.append(torch.cat([mixture, mixture * ~hidden, decoded,
-                                   torch.where(hidden, decoded, mixture), x1, x2]))
+            mixture, hidden = self.mixture(x1, x2, a)[0], self.encoder.pixels_of(mask)
+            rows.append(torch.cat([mixture, mixture * (1 - hidden), decoded,
+                                   self.encoder.copy_visible(decoded, mixture, mask), x1, x2]))
         return {"unmix": torch.stack(rows)}
 
     @torch.no_grad()
@@ -234,8 +242,8 @@ class IMAE(nn.Module):
         MIXES}, of images val (N,C,H,W), normalised, each mixed with the one before as the dominant
         one, all under one mask; {} for less than 10. "psnr": of the subordinate image's hidden
         pixels, dB. With a teacher, R^2 of linear maps, fitted on `train`, from the branches and
-        from the mixed latent to the teacher's latents of the two images unmixed; means of each
-        position do not count."""
+        from the mixed latent to the teacher's latents of the two images unmixed; each position's
+        mean is subtracted first."""
         if len(val) < 10:
             return {}
         branches = ("subordinate", "dominant")[:len(self.decoder_embed)]
@@ -243,7 +251,7 @@ class IMAE(nn.Module):
         def latents(images, partners, a):                              # (b, 1+K, E or D) each
             ids_keep = self.encoder.mask(images, self.one_mask(images), self.mask_ratio)[0]
             mixed = self.encoder(self.mixture(images, partners, a)[0], ids_keep)
-            found = {f"branch {n}": F(mixed) for n, F in zip(branches, self.decoder_embed)}
+            found = {f"branch {n}": F_i(mixed) for n, F_i in zip(branches, self.decoder_embed)}
             wanted = {n: self.teach(x, ids_keep) for n, x in zip(branches, (images, partners))}
             return {**found, **{f"mixed {n}": mixed for n in branches}, **wanted}
 
@@ -253,9 +261,8 @@ class IMAE(nn.Module):
         def psnr(images, partners, a):                                 # (b,)
             (decoded, *_), mask = self.unmix(images, partners, a, self.one_mask(images))
             hidden = self.encoder.pixels_of(mask)
-            mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
-            error = (decoded * std + mean).clamp(0, 1) - (images * std + mean)
-            error = (error.square() * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
+            error = (denormalize(decoded, self) - denormalize(images, self)).square()
+            error = (error * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
             return -10 * error.clamp(min=1e-10).log10()
         rows = []
         for a in MIXES:
@@ -267,14 +274,22 @@ class IMAE(nn.Module):
                               for part in parts)
                 rows[-1] |= {k: ridge_r2(fit[k], fit[n], score[k], score[n])
                              for k in fit if k not in branches for n in branches if k.endswith(n)}
-        return {f"dB of hidden pixels of the subordinate image and, with a teacher, R^2 of linear "
-                f"maps to its latents, fitted on {len(train)} images": rows}
+        title = (f"mixtures of two images, {len(val)} of them for each weight (mix) of the "
+                 f"subordinate image; psnr: of its hidden pixels as predicted, in dB")
+        if self.teacher:
+            title += (f"; branch, mixed: how much of the teacher's latents of each image unmixed a "
+                      f"linear map reads out of the image's branch and of the encoder's latent, as "
+                      f"R^2 (1: all, 0: nothing), fitted on {len(train)} training images")
+        return {title: rows}
+
+
+MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section 2, Figures 2 and 4
 
 
 def draw_partners(order, labels, same_class, generator):
     """Partners of pictures, indices `order` (n,) of the N in labels (N,): any other picture or, by
-    semantics-enhanced sampling, a share same_class in 0 ... 1 (the paper's r) of the same class and
-    the others of another, exactly: the k-th is iff floor((k+1) r) > floor(k r)."""
+    semantics-enhanced sampling (Section 1, Table 2), a share same_class in 0 ... 1 (its r) of the
+    same class and the others of another, exactly: the k-th is iff floor((k+1) r) > floor(k r)."""
     N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
     if same_class is None:
         return (order + 1 + (u * (N - 1)).long()) % N
@@ -288,7 +303,31 @@ def draw_partners(order, labels, same_class, generator):
     return by_class[torch.where(same, mate, other)]
 
 
-MIXES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.45)                   # of Figures 6 and 7
+def check_same_class(labels, classes, same_class):
+    """ValueError if pictures of these labels (N,) and class names (none: unlabelled) have no
+    partners for draw_partners' share same_class."""
+    sizes = labels.unique(return_counts=True)[1]
+    if same_class is not None and (not classes or same_class > 0 and sizes.min() < 2
+                                   or same_class < 1 and len(sizes) < 2):
+        raise ValueError(f"--same_class {same_class} needs class folders, of two and more pictures "
+                         f"each for a share above 0, two and more for one below 1")
+
+
+def teacher_of(checkpoint, config):
+    """A checkpoint, {"method", "config", "model"} as train.read gives it, as the teacher of an IMAE
+    of the constructor arguments config: its {dim, depth, heads}, and the state dict to load into
+    IMAE.teacher. ValueError if it is no MAE, or one of other patches or another decoder width."""
+    sizes, state = checkpoint["config"], checkpoint["model"]
+    if (checkpoint.get("method") not in ("mae", None) or "map_weights" in state
+            or not state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"}):
+        raise ValueError("the teacher is not an MAE with its decoder embedding, or is one with "
+                         "inter-block attention")
+    theirs = {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}
+    for name in ("img_size", "patch_size", "decoder_dim"):
+        if pair(theirs[name]) != pair(config[name]):
+            raise ValueError(f"the teacher has {name} {theirs[name]}, this model {config[name]}")
+    return ({name: sizes[name] for name in ("dim", "depth", "heads")},
+            {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})
 
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):

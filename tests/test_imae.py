@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import train
-from imae import IMAE, MIXES, draw_partners, ridge_r2
+from imae import (IMAE, MIXES, check_same_class, draw_partners, ridge_r2,
+                  teacher_of)
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
-from tests.conftest import ROOT, TINY, same, stopping_after_two, together, write_pictures
+from tests.conftest import ROOT, TINY, same, stopping_after_two, together
 from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, build, images_and_noise
+from vit import denormalize
 
 TEACHER = dict(dim=12, depth=1, heads=2)
 
@@ -177,7 +179,7 @@ def test_measures_find_what_is_there():
             return 2 * teach(asked[self.which], ids_keep) + 1
     own = model.decoder_embed
     model.mixture, model.decoder_embed = remember, torch.nn.ModuleList([Oracle(0), Oracle(1)])
-    row = [*model.measures(images[:200], images[200:]).values()][0][2]
+    row = [*model.measures(images[:200], images[200:]).values()][0][3]
     assert row["branch subordinate"] > 0.99 and row["branch dominant"] > 0.99
     assert row["mixed subordinate"] < row["mixed dominant"] < 0.95
     model.mixture, model.decoder_embed = mixture, own
@@ -188,19 +190,19 @@ def test_measures_find_what_is_there():
     val = images[200:]
     painted, mask = model.unmix(val, val.roll(1, 0), 0.2, model.one_mask(val))
     hidden = model.encoder.pixels_of(mask).expand_as(val).bool()
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (model.mean, model.std))
-    error = ((painted[0] * std + mean).clamp(0, 1) - (val * std + mean)).square()
+    error = (denormalize(painted[0], model) - denormalize(val, model)).square()
     wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
-    assert abs([*model.measures(val[:2], val).values()][0][2]["psnr"] - wanted) < 1e-3
+    assert abs([*model.measures(val[:2], val).values()][0][3]["psnr"] - wanted) < 1e-3
 
 
 def test_figure():
     """A row a weight; mixture, masked, prediction, with visible patches, the two targets."""
     model, (images, _) = build("imae"), images_and_noise()
     rows = model.figures(images)["unmix"]
-    assert rows.shape == (6, 6, 3, 16, 24)
+    assert rows.shape == (len(MIXES), 6, 3, 16, 24)
     assert torch.allclose(rows[0, 0], 0.05 * images[0] + 0.95 * images[1], atol=1e-6)
-    assert torch.equal(rows[2, 4], images[0]) and torch.equal(rows[2, 5], images[1])
+    assert torch.equal(rows[3, 4], images[0]) and torch.equal(rows[3, 5], images[1])
+    assert torch.allclose(rows[3, 0], 0.2 * images[0] + 0.8 * images[1], atol=1e-6)
     hidden = rows[0, 1] == 0
     assert torch.equal(rows[0, 3][~hidden], rows[0, 0][~hidden])
     assert torch.equal(rows[0, 3][hidden], rows[0, 2][hidden])
@@ -287,19 +289,44 @@ def test_random_partners_are_any_other_picture():
     assert (count.diag() == 0).all() and (count[count > 0] - 1000).abs().max() < 120
 
 
-def test_no_partner_is_an_error_at_the_start(tmp_path, monkeypatch, refused):
-    monkeypatch.chdir(tmp_path)
-    write_pictures(tmp_path / "few/train", "ab", 9)
-    write_pictures(tmp_path / "few/val", "ab", 2)
-    write_pictures(tmp_path / "one/train", "a", 9)
-    write_pictures(tmp_path / "one/val", "a", 2)
-    write_pictures(tmp_path / "flat", "ab", 9)
-    for i in range(1, 9):
-        (tmp_path / f"few/train/b/{i}.png").unlink()
-    for data, r in (("few", "0.1"), ("one", "0.5"), ("flat", "0.5"), ("flat", "1")):
-        refused(train.main, ["--method", "imae", "--data", data, *TINY, "--same_class", r],
-                f"--same_class {float(r)} needs")
-    assert not (tmp_path / "runs").exists()
+def test_classes_without_partners():
+    """A share above 0 needs two pictures a class, one below 1 two classes; both need labels."""
+    two, few, one = labels_of(9, 9), labels_of(9, 1), labels_of(9)
+    for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0.0), (one, "a", 1)):
+        check_same_class(labels, classes, r)
+    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, None, 0.5), (one, [], 1)):
+        with pytest.raises(ValueError, match=f"--same_class {r} needs class folders"):
+            check_same_class(labels, classes, r)
+
+
+@pytest.mark.parametrize("method", ["mae", None])
+@pytest.mark.parametrize("img_size, patch_size", [((16, 24), (4, 4)), ((16, 24), 4)])
+def test_teacher_of_a_checkpoint(method, img_size, patch_size):
+    """Its sizes and its encoder's and decoder embedding's weights; what does not fit, in numbers."""
+    mae = MAE(**{**SMALL, **DECODER, "dim": 12})
+    checkpoint = dict(method=method, model=mae.state_dict(), config={**SMALL, "dim": 12})
+    config = {**SMALL, "img_size": img_size, "patch_size": patch_size, **DECODER}
+    teacher, state = teacher_of(checkpoint, config)
+    assert teacher == dict(dim=12, depth=2, heads=2)
+    model = build("imae", teacher=teacher)
+    model.teacher.load_state_dict(state)
+    images, noise = images_and_noise()
+    ids_keep = model.encoder.mask(images, noise, 0.75)[0]
+    wanted = mae.decoder_embed(mae.encode(images, ids_keep))
+    assert torch.equal(model.teach(images, ids_keep), wanted)
+    for other, words in ((dict(decoder_dim=24), "decoder_dim 16, this model 24"),
+                         (dict(img_size=24), r"img_size \(16, 24\), this model 24"),
+                         (dict(patch_size=(4, 8)), r"patch_size 4, this model \(4, 8\)")):
+        with pytest.raises(ValueError, match="the teacher has " + words):
+            teacher_of(checkpoint, {**config, **other})
+
+
+@pytest.mark.parametrize("name, options", [
+    ("mae", dict(inter_block_attention=True)), ("crossmae", {}), ("imae", {}), ("hypermae", {})])
+def test_other_models_are_no_teachers(name, options):
+    model = build(name, **options)
+    with pytest.raises(ValueError, match="not an MAE with its decoder embedding"):
+        teacher_of(dict(method=name, config=SMALL, model=model.state_dict()), {**SMALL, **DECODER})
 
 
 def pairs_seen(monkeypatch, pretrain, *words):
