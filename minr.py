@@ -1,23 +1,24 @@
-"""MINR: a transformer reads a masked image and writes the weights of a function that paints it.
+"""MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
-2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022) and GINR (Kim et al., CVPR
-2023).
+2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022; https://github.com/yinboc/
+trans-inr) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc). "The release"
+is the code of MINR's authors and its configurations; section numbers are the paper's.
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
 a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
-that become weights of the MLP; one pass then paints every pixel, hidden or visible, at any
+that become weights of the MLP; one pass then renders every pixel, hidden or visible, at any
 resolution. With GINR one layer is the image's own and the others are shared by all images.
 
-    B images, L patches, K visible, D width, G weight tokens, N pixels that are painted
+    B images, L patches, K visible, D width, G weight tokens, N pixels that are rendered
     layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
     images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
     coordinates (N,2) and weights -> colours (B,N,C)
 
-Where paper and released code differ, and what is done here:
+Where paper and release differ, and what is done here:
   1. The paper masks and encodes a 14 x 14 grid of patches. The release masks those 13-pixel
      patches but reads tokens of 9 pixels. As in the paper: tokens are the patches that are masked.
-  2. The release flips a coin a patch; here exactly mask_ratio of them are hidden.
+  2. The release hides each patch with probability 0.75; here exactly mask_ratio of them are hidden.
   3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
      multiply shared ones. As released.
   4. In the release a GINR layer holds shared weights that nothing uses; here it has none.
@@ -25,7 +26,8 @@ Where paper and released code differ, and what is done here:
      (`out_bias`): from the release, the paper does not say.
   6. The release's ViT has learnt positions and dropout; here it is vit.ViT, fixed positions, no
      final norm (as released), and its class token.
-  7. The paper does not say groups, ff_dim and ff_sigma: 64, 128 and 1024, TransINR's own.
+  7. The paper does not say hidden_dim, groups, ff_dim and ff_sigma: they are the release's. GINR:
+     256 groups (full rank) and ff_sigma 128, on CelebA 64; TransINR: 64 groups and 1024.
 """
 
 import math
@@ -53,31 +55,39 @@ def fourier_features(coords, dim, sigma):
 
 
 class MINR(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` and `render` paint, `encoder` gives features.
-    Images are 0 ... 1. Defaults: the paper's, 182 x 182 pixels, 6 blocks of width 768, GINR.
+    """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `render` all pixels
+    at any size, `encoder` gives features. Images are 0 ... 1. Defaults: the paper's where it gives
+    them (182 x 182 pixels, 13-pixel patches, 75% hidden, 5 layers, the second modulated, a loss of
+    all pixels), else the release's.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
-        mask_ratio: share of the patches that is hidden
-        hypernetwork: ginr, one layer of the image's own, or transinr, all modulated
-        modulated_layers: layers of the image's own, from 0, as in 0,1 (ginr: 1, transinr: all)
-        mlp_depth: layers of the MLP
-        hidden_dim: width of the MLP
-        groups: weight tokens a layer, at most its outputs; ginr: its rank, transinr: they repeat
-        ff_dim: cosines of the Fourier features, and as many sines
-        ff_sigma: highest frequency of the Fourier features, in periods an image
-        out_bias: added to the colours
-        loss_on: all pixels or masked ones
-        coord_jitter: in training, move each coordinate within its pixel
-        pixel_fraction: share of the pixels that a training step paints
-        encode_visible_only: leave hidden patches out instead of zeroing them, which is cheaper
+        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT (the
+            last three: release)
+        mask_ratio: share of the patches that is hidden (paper)
+        hypernetwork: ginr, one layer of the image's own, or transinr, all modulated (Sec. 3.2)
+        modulated_layers: image-specific layers, counted from 0, as in 0,1 (ginr: 1, transinr: all)
+        mlp_depth: layers of the MLP (paper)
+        hidden_dim: width of the MLP (release)
+        groups: weight tokens per layer, at most its number of outputs: the rank (ginr: 256), or
+            columns repeated to fill the layer (transinr: 64)
+        ff_dim: cosines of the Fourier features, and as many sines (release)
+        ff_sigma: highest frequency, in periods an image (ginr: 128, transinr: 1024)
+        out_bias: added to the colours (release)
+        loss_on: all pixels (Sec. 3.1) or masked ones
+        coord_jitter: in training, move each coordinate within its pixel (release: on for
+            Imagenette and Indoor67)
+        pixel_fraction: share of the pixels that a training step renders (ours)
+        encode_visible_only: leave hidden patches out instead of zeroing them, cheaper (ours)
     """
 
-    recipe = dict(  # the paper's, optimiser from the release; its sizes: --img_size 182
-        # --patch_size 13 --dim 768 --depth 6 --heads 12; the crop stands for resize and crop
+    recipe = dict(  # the release's for Imagenette, as the paper says none; its encoder: --img_size
+        # 182 --patch_size 13 --dim 768 --depth 6 --heads 12; the crop stands for resize and crop.
+        # CelebA: --epochs 30 --crop 1.0 --no-flip --ff_sigma 64 (GINR), resized and centre-cropped;
+        # its TransINR also drops the rate to a tenth after 80% of the epochs
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    small = dict(  # ours, for 32x32 pictures, which have 16 periods at most
+    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: 32 pixels have 16
+        # periods at most
         lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2,
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -85,11 +95,15 @@ class MINR(nn.Module):
 
     def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
                  mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,
-                 hidden_dim=256, groups=64, ff_dim=128, ff_sigma=1024.0, out_bias=0.5,
-                 loss_on="all", coord_jitter=False, pixel_fraction=1.0, encode_visible_only=False):
+                 hidden_dim=256, groups: int = None, ff_dim=128, ff_sigma: float = None,
+                 out_bias=0.5, loss_on="all", coord_jitter=False, pixel_fraction=1.0,
+                 encode_visible_only=False):
         super().__init__()
         if hypernetwork not in ("ginr", "transinr"):
             raise ValueError(f"hypernetwork {hypernetwork} is not ginr or transinr")
+        ginr = hypernetwork == "ginr"
+        groups = (256 if ginr else 64) if groups is None else groups
+        ff_sigma = (128.0 if ginr else 1024.0) if ff_sigma is None else ff_sigma
         if loss_on not in ("all", "masked"):
             raise ValueError(f"loss_on {loss_on} is not all or masked")
         if not 0 < pixel_fraction <= 1:
@@ -101,7 +115,7 @@ class MINR(nn.Module):
             if not value >= 1:
                 raise ValueError(f"{name} {value} is less than 1")
         if modulated_layers is None:
-            modulated_layers = (1,) if hypernetwork == "ginr" else range(mlp_depth)
+            modulated_layers = (1,) if ginr else range(mlp_depth)      # Sec. 3.2
         if isinstance(modulated_layers, int):
             modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
@@ -120,9 +134,9 @@ class MINR(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for i, (a, b) in enumerate(zip(widths, widths[1:])):           # columns get norm 1
             g = self.groups.get(i)
-            if g and hypernetwork == "transinr" and b % g:
+            if g and not ginr and b % g:
                 raise ValueError(f"groups {groups} do not divide the {b} outputs of layer {i}")
-            if g and hypernetwork == "ginr":                           # the factor that is shared
+            if g and ginr:                                             # GINR's shared factor
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)
@@ -132,13 +146,13 @@ class MINR(nn.Module):
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i])) for i in modulated})
 
     def hyper(self, images, ids_keep, mask):
-        """The hypernetwork: images (B,C,H,W) of which ids_keep (B,K) are visible -> the weight
-        tokens (B,G,D) as they leave the ViT."""
+        """The hypernetwork (Sec. 3.2): images (B,C,H,W) of which ids_keep (B,K) are visible -> the
+        weight tokens (B,G,D) as they leave the ViT."""
         if self.encode_visible_only:
             tokens = self.encoder.embed(images, ids_keep)              # (B, K, D)
         else:
             zeroed = images.masked_fill(self.encoder.pixels_of(mask).bool(), 0)
-            tokens = self.encoder.embed(zeroed)                        # (B, L, D)
+            tokens = self.encoder.embed(zeroed)                        # (B, L, D) Sec. 3.1
         x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
         x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D); or K
         *blocks, final = self.encoder.blocks
@@ -147,31 +161,34 @@ class MINR(nn.Module):
         return final(x, len(self.weight_tokens))                       # (B, G, D)
 
     def modulate(self, tokens):
-        """Weight tokens (B,G,D) -> the MLP's layers: weights (B,a,b), shared (a,b), and biases."""
+        """Weight tokens (B,G,D) -> the MLP's layers (Sec. 3.2): weights, image-specific (B,a,b) or
+        shared (a,b), and biases (b,)."""
         parts = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
         for i, (W, bias) in enumerate(zip(self.weights, self.biases)):
             if i in self.groups:
                 own = self.to_weights[str(i)](parts[i]).transpose(1, 2)  # (B, a, g)
-                if self.hypernetwork == "ginr":
+                if self.hypernetwork == "ginr":                        # theta, low rank (GINR)
                     W = own @ W                                        # (B, a, b) = (a, g) (g, b)
-                else:
+                else:                                                  # columns repeat (TransINR)
                     W = W * own.repeat(1, 1, W.shape[1] // own.shape[2])  # (B, a, b)
-            layers.append((F.normalize(W, dim=-2, eps=1e-12), bias))   # columns of norm 1
+            layers.append((F.normalize(W, dim=-2, eps=1e-12), bias))   # columns of norm 1, item 5
         return layers
 
     def inr(self, coords, layers):
-        """The MLP: coordinates (N,2), the same for all images, or (B,N,2), and the layers of
-        modulate -> colours (B,N,C). Of (N,2) what precedes the first own layer is run only once."""
+        """The MLP f_theta (Sec. 3.1): coordinates (N,2), the same for all images, or (B,N,2), and
+        the layers of modulate -> colours (B,N,C). Of (N,2) what precedes the first image-specific
+        layer is run only once. Under autocast all but the colours have the matrices' dtype."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
-        for i, (W, bias) in enumerate(layers):
-            x = F.relu(x) if i else x.to(W.dtype)
-            x = x @ W + bias                                           # (N, b_i), then (B, N, b_i)
-        return x + self.out_bias                                       # (B, N, C)
+        x, (*hidden, (W, bias)) = x.to(layers[0][0].dtype), layers
+        for W_i, bias_i in hidden:
+            x = x @ W_i                                                # (N, b_i), then (B, N, b_i)
+            x = F.relu(x + bias_i.to(x.dtype))
+        return x @ W + bias + self.out_bias                            # (B, N, C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W) in 0 ... 1 and noise (B,L; None: random) -> the loss, a float32 scalar,
-        and {"loss"}, detached: the mean squared error of all pixels or of the hidden ones. In
+        and {"loss"}, detached: the mean squared error of all pixels or of hidden ones. In
         training, coord_jitter and pixel_fraction draw from torch's generator, for all images."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
         layers = self.modulate(self.hyper(images, ids_keep, mask))
@@ -186,8 +203,8 @@ class MINR(nn.Module):
             row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) in pixels
             coords = coords + torch.stack([row * 2 / size[0], col * 2 / size[1]], dim=1)
         error = self.inr(coords, layers).float() - target.transpose(1, 2)  # (B, N, C)
-        error = error.square().mean(2)                                 # (B, N)
-        loss = (error.mean() if self.loss_on == "all" else
+        error = error.square().mean(2)                                 # (B, N) L2
+        loss = (error.mean() if self.loss_on == "all" else             # Sec. 3.1: all pixels
                 (error * hidden).sum() / hidden.sum().clamp(min=1))
         return loss, {"loss": loss.detach()}
 

@@ -113,8 +113,12 @@ def test_bfloat16_keeps_high_frequencies(monkeypatch):
 
     def off(images):
         return (model.predict(images, noise).float() - whole).abs().max()
+    seen, relu = [], F.relu
+    monkeypatch.setattr(F, "relu", lambda x: (seen.append(x.dtype), relu(x))[1])
     with torch.autocast("cpu", torch.bfloat16):
         assert off(images) < 0.05
+    assert seen == [torch.bfloat16] * 3                    # biases promote no hidden layer to float32
+    assert model.inr(coords, model.modulate(tokens_of(model, images, noise))).dtype == torch.float32
     model.bfloat16()
     assert off(images.bfloat16()) < 0.05
     monkeypatch.setattr(minr, "fourier_features", lambda coords, dim, sigma: fourier_features(
@@ -189,13 +193,17 @@ def test_replay_takes_other_fixtures(name, config):
     assert not dead or not ours["grads"][dead][:-1].any() and ours["grads"][dead][-1].any()
 
 
-def test_defaults_are_the_papers():
-    """A 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of 256."""
-    model = MINR()
+@pytest.mark.parametrize("kind, groups, sigma", [("ginr", 256, 128.0), ("transinr", 64, 1024.0)])
+def test_defaults(kind, groups, sigma):
+    """A 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of 256; and what the
+    release gives each hypernetwork."""
+    model = MINR(hypernetwork=kind)
+    assert model.groups == ({1: 256} if kind == "ginr" else {**dict.fromkeys(range(4), 64), 4: 3})
+    assert model.ff_sigma == sigma and model.groups[1] == groups
+    assert MINR(16, 4, 3, 16, 1, 1, hypernetwork=kind, groups=8, ff_sigma=2.0).groups[1] == 8
     assert model.encoder.grid == (14, 14) and model.encoder.img_size == (182, 182)
     assert len(model.encoder.blocks) == 6 and model.encoder.dim == 768
-    assert [tuple(W.shape) for W in model.weights] == [(256, 256), (64, 256), (256, 256),
-                                                       (256, 256), (256, 3)]
+    assert [tuple(W.shape) for W in model.weights] == [(256, 256)] * 4 + [(256, 3)]
     recipe = MINR.recipe
     assert (recipe["optimizer"], recipe["lr"], recipe["schedule"]) == ("adam", 1e-4, "constant")
     assert recipe["batch_size"] == 32 and MINR.mean == (0.0, 0.0, 0.0)
