@@ -1,7 +1,8 @@
 """CrossMAE: each hidden patch is read out of the encoder by itself, so only some need be.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
-Autoencoders (arXiv 2401.14391).
+Autoencoders (TMLR 2025, arXiv 2401.14391), whose numbers of sections, tables and figures are used
+here; an earlier anonymous version has others. Release: https://github.com/TonyLianLong/CrossMAE
 
 MAE's decoder lets hidden patches attend to one another, which they hardly use. Here a mask token is
 a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's prediction
@@ -14,37 +15,38 @@ all encoder blocks.
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder: maps (n,B,1+K,D) -> mixes (B,1+K,D)
     queries (B,M,E) -> decoder blocks, which read the mixes -> pixels (B,M,p*p*C)
 
-Where paper and released code differ, and what is done here:
-  1. Sec. 3.4 draws the mixing weights from N(0, 1/n). The release does, then its general
-     initialisation replaces them by xavier's. As in the paper, but n is not the encoder's depth
-     (Sec. 3.4): it counts the maps (Appendix A.3), 13 for ViT-B with the input.
-  2. Sec. 3.3 predicts a share of the patches. The release skips int(L (mask ratio - prediction
-     ratio)) hidden patches and predicts the other hidden ones: 10 of 64, not 9, at 0.75 and 0.15.
-     As released.
-  3. The release predicts the end of the noise's order. Here the fraction of the noise decides,
-     which is the same for random noise, and uniform too where whole numbers make a pattern (grid
-     and block masks; Table 15 is train.py's `--mask grid`).
-  4. The caption of Figure 4 and Sec. 4.4 exchange the roles: mask tokens are the queries, encoder
-     tokens keys and values.
-  5. For one map (Table 3d) the release forgets to build the norm that it calls: here it is the
-     encoder's final one. There is none otherwise, each mix has its own, which makes the weight of a
-     mix of one map idle.
+Where paper and release differ, and what is done here:
+  1. Sec. 3.4 draws the mixing weights from N(0, 1/n); the release then overwrites them by xavier's.
+     As in the paper; n counts the maps (A.3), 13 for ViT-B with the input, not the blocks.
+  2. Sec. 3.3 predicts a share of the patches. As released, int(L (mask ratio - prediction ratio))
+     hidden patches are skipped and the others predicted: 10 of 64, not 9, at 0.75 and 0.15.
+  3. The release predicts the end of the noise's order. Here the fractional part of the noise
+     decides, which is the same for random noise, and uniform too where whole numbers make a pattern
+     (grid and block masks; Table 15 is train.py's `--mask grid`).
+  4. Mask tokens are the queries, encoder tokens keys and values. Sec. 4.4 exchanges these roles;
+     Figure 4's caption calls the encoder's output "keys and queries", a slip for values.
+  5. With mixing, the encoder has no final norm; each mix has its own, which cancels the scale of a
+     single map's weight. For one map (Table 3d) the release forgets to build the norm that it
+     calls: here it is the encoder's final one.
   6. The prediction ratio is 0.75 as in Sec. 4.2; Appendix C calls 0.25 the default.
   7. Softmax weights (Table 8) are over the maps, for each decoder block; projections (Table 9)
      one a map, for all decoder blocks. Norms before mixing too (A.3: no better) are not built.
   8. Table 3d does not name its 3 and 6 maps: 3,7,11 and 1,3,5,7,9,11 would be evenly spaced.
+  9. For ViT-S the release has decoder_dim 256 and decoder_heads 8; A.6 says MAE's width.
+ 10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` predicts all
+     hidden patches at once, more queries than attended to one another in training.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, mask_noise,
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, normalize,
                  normalize_patches, sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
-    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values -> (B,M,E)."""
+    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values (Sec. 3.2): (B,M,E)."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()
@@ -59,13 +61,12 @@ class CrossAttention(nn.Module):
         (B, M, E), N = x.shape, y.shape[1]
         q = self.q(x).view(B, M, self.heads, -1).transpose(1, 2)       # (B, heads, M, E/heads)
         k, v = self.kv(y).view(B, N, 2, self.heads, -1).unbind(2)      # (B, 1+K, heads, E/heads)
-        x = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # as q
+        x = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # shape of q
         return self.proj(x.transpose(1, 2).reshape(B, M, E))           # (B, M, E)
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block: cross-attention, then an MLP (Figure 4b). With `self_attention` the
-    queries attend to one another before (Figure 6)."""
+    """A pre-norm decoder block: [self-attention of the queries,] cross-attention, an MLP."""
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
         super().__init__()
@@ -80,23 +81,23 @@ class CrossBlock(nn.Module):
 
     def forward(self, x, y):
         if self.self_attention:
-            x = x + self.self_attn(self.norm0(x))
-        x = x + self.cross_attn(self.norm1(x), y)
+            x = x + self.self_attn(self.norm0(x))                      # A.4, Figure 6
+        x = x + self.cross_attn(self.norm1(x), y)                      # Sec. 3.2, Figure 4b
         return x + self.mlp(self.norm2(x))
 
 
 class CrossMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
-    the paper's, ViT-B/16; for ViT-S the release has decoder_dim 256 and decoder_heads 8.
+    """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `encoder` gives
+    features. Defaults: the paper's (Sec. 4.2, A.6), ViT-B/16 with normalised targets.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: share of the patches that is hidden (Table 3b)
         prediction_ratio: share of all patches that is predicted, at most mask_ratio (Table 3c)
         norm_pix_loss: predict patches normalised by their own mean and variance
-        decoder_dim: width of the decoder
+        decoder_dim: width of the decoder (A.6: MAE's)
         decoder_depth: blocks of the decoder (Table 3e)
-        decoder_heads: attention heads of the decoder
+        decoder_heads: attention heads of the decoder (release)
         feature_maps: maps that are mixed: all, last or blocks from 0, as in 3,7,11 (Table 3d)
         include_input: mix the first block's input too (on, unless feature_maps is last)
         self_attention: among the predicted patches, before cross-attention (Table 3a)
@@ -104,10 +105,10 @@ class CrossMAE(nn.Module):
         project_maps: a linear layer for each map before mixing (Table 9)
     """
 
-    recipe = dict(  # Table 10; blr is scaled by lr_scale; released code: the crop's scale
+    recipe = dict(  # Table 10, and blr times lr_scale (A.6); the crop's scale: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, MAE's but for the decoder
+    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder; lr times lr_scale
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
         norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -129,7 +130,7 @@ class CrossMAE(nn.Module):
                              f"mask_ratio {mask_ratio}: give both")
         if decoder_depth < 1:
             raise ValueError(f"decoder_depth {decoder_depth} is less than 1")
-        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3, A.6
+        self.lr_scale = prediction_ratio / mask_ratio                  # gamma / p, Sec. 3.3, A.6
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
@@ -146,8 +147,7 @@ class CrossMAE(nn.Module):
             if (depth - 1 not in blocks or len({*blocks}) < len(blocks)
                     or not all(isinstance(i, int) and 0 <= i < depth for i in blocks)):
                 raise ValueError(f"feature_maps {feature_maps} is not all, last or a list of "
-                                 f"different blocks from 0 to {depth - 1} that includes the last, "
-                                 f"which nothing would train otherwise")
+                                 f"different blocks from 0 to {depth - 1} that includes the last")
             self.map_ids = sorted(i + 1 for i in blocks)               # in the list of ViT.layers
             if include_input is not False:
                 self.map_ids.insert(0, 0)
@@ -165,39 +165,40 @@ class CrossMAE(nn.Module):
                              "softmax_weights and project_maps")
         self.apply(init_weights)
         if mixes:
-            nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # Sec. 3.4: N(0, 1/n)
+            nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # w ~ N(0, 1/n), Sec. 3.4
 
     def map_weights(self):
-        """The weights of the mixes (decoder depth,n)."""
+        """The weights w_j^k of the mixes (decoder depth,n), a row a decoder block."""
         W = self.wfm["linear"].weight
         return W.softmax(dim=1) if self.softmax_weights else W         # Table 8
 
     def encode(self, images, ids_keep):
-        """What each decoder block reads of the visible patches ids_keep (B,K): (B,1+K,D) each."""
+        """What each decoder block reads of the visible patches ids_keep (B,K), its inter-block
+        attention (Sec. 3.4): (B,1+K,D) each."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
-        if not self.mixes:
+        if not self.mixes:                                             # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
         maps = self.encoder.layers(tokens)                             # 1 + depth of (B, 1+K, D)
-        maps = [maps[i] for i in self.map_ids]                         # n of them
+        maps = [maps[i] for i in self.map_ids]                         # f_1 ... f_n
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # Table 9
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)
-        mixes = self.map_weights() @ maps.flatten(1)                   # eq. 1, all blocks at once
+        mixes = self.map_weights() @ maps.flatten(1)                   # eq. 1: t_k = sum w_j^k f_j
         mixes = mixes.view(-1, *maps.shape[1:])                        # (decoder depth, B, 1+K, D)
         return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each
 
     def decode(self, features, ids):
         """Predictions (B,M,p*p*C) of the patches ids (B,M) from the features of encode."""
-        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, M, E) queries
+        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, M, E) queries Sec. 3.2
         for block, y in zip(self.decoder_blocks, features):
             x = block(x, y)                                            # (B, M, E)
         return self.decoder_pred(self.decoder_norm(x))                 # (B, M, p*p*C)
 
     def subset(self, noise, ids_keep, ids_mask):
-        """The patches of ids_mask (B,L-K) that are predicted, (B,M), a uniform choice whatever the
-        mask's pattern: those of the highest fraction of noise (B,L). If the pattern cuts through
-        patches of one whole part, say 1.2 is visible and 1.3 is hidden, those left have fractions
-        above 0.2, not above 0, and would be predicted too often: they are stretched to 0 ... 1."""
+        """The patches of ids_mask (B,L-K) that are predicted (Sec. 3.3), (B,M), a uniform choice
+        whatever the mask's pattern: those of the highest fractional part of noise (B,L). If the
+        pattern cuts through one whole part, say 1.2 is visible and 1.3 is hidden, those left have
+        fractions above 0.2 and would be predicted too often: they are stretched to 0 ... 1."""
         last, noise = noise.gather(1, ids_keep[:, -1:]), noise.gather(1, ids_mask)
         stretched = (noise - last) / (1 - last % 1)
         rank = torch.where(noise.floor() == last.floor(), stretched, noise % 1)
@@ -206,8 +207,8 @@ class CrossMAE(nn.Module):
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
         scalar, and {"loss"}, detached: the mean squared error of the predicted patches, which
-        without self_attention is an unbiased estimate of that of all hidden ones (Sec. 3.3). A 0/1
-        mask for noise has its last hidden patches predicted, in raster order."""
+        without self_attention is an unbiased estimate of that of all hidden ones (Sec. 3.3). If
+        noise is a 0/1 mask, the hidden patches that come last in raster order are predicted."""
         if noise is None:
             noise = torch.rand(len(images), self.encoder.num_patches, device=images.device)
         noise = noise.float()
@@ -215,7 +216,7 @@ class CrossMAE(nn.Module):
         ids = self.subset(noise, ids_keep, ids_mask)                   # (B, M)
         pred = self.decode(self.encode(images, ids_keep), ids).float()  # (B, M, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
-        loss = (pred - target).square().mean()
+        loss = (pred - target).square().mean()                         # Sec. 3.3
         return loss, {"loss": loss.detach()}
 
     def predict(self, images, noise):
@@ -226,17 +227,13 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
-        the loss has not
-        trained. And the mask (B,L).
-
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
-        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        """Images (B,C,H,W), normalised, as decoded, nothing copied: visible patches are predicted
+        too, which the loss has not trained. And the mask (B,L). `mask_ratio` replaces the model's;
+        for `leak_free` see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         features, ids = self.encode(images, ids_keep), torch.cat([ids_keep, ids_mask], dim=1)
-        pred = [self.decode(features, part) for part in (ids_keep, ids_mask)]
+        pred = [self.decode(features, part) for part in (ids_keep, ids_mask)]  # as in training
         pred = torch.cat(pred, dim=1)                                  # (B, L, p*p*C)
         return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
 
@@ -255,9 +252,9 @@ class CrossMAE(nn.Module):
         for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
             xs.append(block(xs[-1], y))                                # f_i, each (B, L-K, E)
         parts = torch.stack([xs[0], *(b - a for a, b in zip(xs, xs[1:]))])   # g_i = f_i - f_{i-1}
-        norm, head = self.decoder_norm, self.decoder_pred
+        norm, head = self.decoder_norm, self.decoder_pred              # h
         std = (xs[-1].var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
-        parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight @ head.weight.T
+        parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight @ head.weight.T  # h(g_i)
         parts[0] += head(norm.bias)
         return parts, ids_keep, ids_mask, mask
 
@@ -266,9 +263,8 @@ class CrossMAE(nn.Module):
         """{"contributions": (rows,columns,C,H,W)}, a row an image: what is visible, the parts of
         Appendix D, and all together; and "map_weights", Figure 5c: a row a decoder block, a column
         a feature map, 0 in grey, negative ones darker."""
-        g = torch.Generator().manual_seed(0)
-        noise = mask_noise("random", len(images), self.encoder.grid, generator=g)
-        parts, ids_keep, ids_mask, mask = self.contributions(images, noise.to(images.device))
+        noise = self.encoder.fixed_noise(images)
+        parts, ids_keep, ids_mask, mask = self.contributions(images, noise)
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
             parts = parts * std                                        # of the true patches
@@ -276,12 +272,11 @@ class CrossMAE(nn.Module):
 
         def place(canvas, patches):
             return self.encoder.fill(canvas, patches, ids_mask, ids_keep)
-        empty = torch.zeros_like(images)
-        cells = [images * (1 - self.encoder.pixels_of(mask)), *(place(empty, p) for p in parts),
-                 place(images, parts.sum(0))]                          # 2 + 1 + decoder depth
+        cells = [images * (1 - self.encoder.pixels_of(mask)),          # 2 + 1 + decoder depth
+                 *(place(images * 0, part) for part in parts), place(images, parts.sum(0))]
         figures = {"contributions": torch.stack(cells, dim=1)}
         if self.mixes:
             W = self.map_weights()                                     # (decoder depth, n)
-            mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
-            figures["map_weights"] = ((0.5 + 0.5 * W / W.abs().max() - mean) / std)[None, None]
+            grey = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)
+            figures["map_weights"] = normalize(grey, self)[None]
         return figures

@@ -1,6 +1,7 @@
-"""HyperMAE: the encoder's tokens become the weights of a small MLP that paints patches.
+"""HyperMAE: the encoder's tokens become the weights of a small MLP that predicts patches.
 
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
+Release: https://github.com/cvlab-stonybrook/HyperMAE
 
 Weight tokens go through a few ViT blocks (Feat2W) together with the encoded visible patches, and
 become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
@@ -8,22 +9,22 @@ pixels: an implicit neural representation of the image, of which all other layer
 images. There are no mask tokens, and a hidden patch costs a few matrix products.
 
     B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
-    N patches that are decoded, p patch side
+    N patches that are predicted, p patch side
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,N,2) and M -> PaCo-MLP -> pixels (B,N,p*p*C)
 
-Where paper and released code differ, and what is done here:
+Where paper and release differ, and what is done here:
   1. Sec. 2.2 has ReLU after the hidden layers; Algorithm 1 shows none; the release has none before
      and after M, so that three linear maps meet there. As released; `relu_around_m` is the text.
   2. The release builds a final norm in the encoder and never calls it. Here there is none.
-  3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`).
-  4. The release decodes all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
+  3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`). As released.
+  4. The release predicts all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
      patches and the weight tokens. As in the paper; so Feat2W's last block computes no others.
   5. "PositionalEmbedding" to h in Algorithm 1 is the release's Fourier features of the patch's
      centre, 2 pe_dim of them whatever h is.
   6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.
   7. The release stores M on the module between calls, and un-normalises by a standard deviation
-     plus 1e-6. Here M is an argument, and un-normalising is the exact inverse (ViT.paint).
+     plus 1e-6. Here M is an argument, and un-normalising is the exact inverse (ViT.fill).
   8. Sec. 2.2 allows M to be any of the l layers, h x h. The last one gives pixels, so it cannot;
      the first (Table 7's 0) has 2 pe_dim inputs, so there M is 2 pe_dim x h.
 """
@@ -53,8 +54,8 @@ def fourier_features(coords, dim, sigma):
 
 
 class HyperMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` paints, `encoder` gives features. Defaults:
-    the paper's (Table 3), ViT-B/16, with normalised targets.
+    """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `encoder` gives
+    features. Defaults: the paper's (Table 3, Sec. 5.3), ViT-B/16, with normalised targets.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
@@ -65,18 +66,19 @@ class HyperMAE(nn.Module):
         shared_blocks: the encoder's last blocks that are Feat2W's first (Table 6)
         mlp_depth: layers of the PaCo-MLP, M included (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
-        modulated_layer: the layer that M is, at most mlp_depth - 2 (Table 7)
-        pe_dim: cosines of the Fourier features, and as many sines
-        pe_sigma: highest frequency of the Fourier features, in periods an image
-        out_bias: added to the pixels
-        relu_around_m: ReLU before and after M, as in the text
+        modulated_layer: index, from 0, of the layer that M replaces, up to mlp_depth - 2 (Table 7)
+        pe_dim: cosines of the Fourier features, and as many sines (release)
+        pe_sigma: highest frequency of the Fourier features, in periods an image (release)
+        out_bias: added to the pixels (release)
+        relu_around_m: ReLU before and after M, as in the text (Sec. 2.2)
         loss_on: masked or all patches (Table 11)
     """
 
-    recipe = dict(  # Table 12; released code: the crop's scale, the flip
+    recipe = dict(  # Table 12; crop's scale, flip: release; batch 512 on ImageNet-100 (Sec. 5.4)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, for 32x32 pictures: 8 by 8 patches need no high frequencies
+    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: a grid of 8 x 8
+        # patches needs no high frequencies; plain targets, so that predictions can be viewed
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -112,7 +114,7 @@ class HyperMAE(nn.Module):
         self.weight_tokens = nn.Parameter(torch.empty(n_weight_tokens, dim).normal_(std=0.02))
         self.feat2w_blocks = nn.ModuleList(
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
-        self.proj = nn.Linear(dim, hidden_dim)
+        self.proj = nn.Linear(dim, hidden_dim)                         # Proj
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
         rows = widths.pop(modulated_layer)                             # of M, which is that layer
         self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
@@ -123,38 +125,39 @@ class HyperMAE(nn.Module):
         """The modulated weights M (B,h,h) that the visible patches ids_keep (B,K) give rise to.
         With modulated_layer 0 they are (B,2 pe_dim,h)."""
         blocks, n = self.encoder.blocks, len(self.weight_tokens)
-        own = len(blocks) - self.shared_blocks                         # that see no weight tokens
-        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
-        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F
-        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+K+n, D)
-        *blocks, final = [*blocks[own:], *self.feat2w_blocks]          # Sec. 2.2
+        own = len(blocks) - self.shared_blocks         # number of blocks that see no weight tokens
+        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D) F^0 = x_vis
+        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F^12, Sec. 2.1
+        W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
+        x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D)
+        *blocks, final = [*blocks[own:], *self.feat2w_blocks]          # Feat2W; shared: Table 6
         for block in blocks:
             x = block(x)                                               # (B, 1+K+n, D)
         return self.T @ self.proj(final(x, n))                         # (B, h, h) M = T Proj(W^4)
 
     def inr(self, coords, M):
-        """The PaCo-MLP: coordinates (B,N,2), or (N,2) for all images, and M (B,h,h) -> pixels
-        (B,N,p*p*C)."""
+        """The PaCo-MLP (Sec. 2.2, Algorithm 1): coordinates (B,N,2), or (N,2) for all images, and M
+        (B,h,h) -> pixels (B,N,p*p*C)."""
         mod = self.modulated_layer
         z = fourier_features(coords, self.pe_dim, self.pe_sigma).to(M.dtype)  # (B, N, 2 pe_dim)
-        layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l of them
+        layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l, Algorithm 1
         for i, layer in enumerate(layers):
-            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):  # released: not next to M
+            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):  # release: not next to M
                 z = F.relu(z)
             z = layer(z)                                               # (B, N, h), at last pixels
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
-        scalar, and {"loss"}, detached: the mean squared error of the decoded patches."""
-        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)
+        scalar, and {"loss"}, detached: Algorithm 1, the mean squared error of predicted patches."""
+        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # x_vis, x_masked
         M = self.feat2w(images, ids_keep)                              # (B, h, h)
-        if self.loss_on == "all":
+        if self.loss_on == "all":                                      # Table 11
             ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
-        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, N, 2)
-        pred = self.inr(coords, M).float()                             # (B, N, p*p*C)
-        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
-        loss = (pred - target).square().mean()
+        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, N, 2) pco
+        pred = self.inr(coords, M).float()                             # (B, N, p*p*C) z
+        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same x_masked
+        loss = (pred - target).square().mean()                         # MSELoss(z, x_masked)
         return loss, {"loss": loss.detach()}
 
     def predict(self, images, noise):
@@ -166,17 +169,14 @@ class HyperMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
-        the loss has not
-        trained unless loss_on is "all". And the mask (B,L).
-
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
-        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        """Images (B,C,H,W), normalised, as decoded, nothing copied: visible patches are predicted
+        too, which only loss_on "all" trains. And the mask (B,L). `mask_ratio` replaces the model's;
+        for `leak_free` see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        pred = self.inr(grid_coords(self.encoder.grid, images.device), self.feat2w(images, ids_keep))
-        ids = torch.arange(pred.shape[1], device=images.device).expand_as(mask)  # raster order
+        coords = grid_coords(self.encoder.grid, images.device)         # (L, 2)
+        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, L, p*p*C)
+        ids = torch.arange(len(coords), device=images.device).expand_as(mask)  # raster order
         return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
 
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):

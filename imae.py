@@ -30,16 +30,17 @@ Where paper and release differ, and what is done here:
      (draw_partners), so that `--same_class` can be exact. Bare calls use the batch.
   8. ImageNet: Section 1 says MAE's settings, blr 1.5e-4 among them, Table 1 says blr 1e-3: as in
      Table 1. Mask ratio 0.75 and `--norm_pix_loss` are for classification, 0.5 without is for
-     pictures (Section 1). Weight decay, schedule, epochs, warm-up, crop and flip are MAE's, as the
-     supplementary does not state them; the release trains for 400 epochs.
+     pictures (Section 1). What neither states is MAE's, as are 800 epochs (release: 400).
   9. The release's figures paste the visible patches of x_1, here those of the mixture.
 """
 
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, mask_noise,
-                 pair, sincos_pos_embed, take, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair,
+                 sincos_pos_embed, take, visible_count)
+
+MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section 2, Figures 2 and 4
 
 
 class IMAE(nn.Module):
@@ -48,8 +49,7 @@ class IMAE(nn.Module):
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
-        teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder; its weights are to be
-            loaded into model.teacher, as train.py does
+        teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder (teacher_of)
         mask_ratio: share of the patches that is hidden (Table 1)
         norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)
         decoder_dim: width of the decoder
@@ -60,9 +60,8 @@ class IMAE(nn.Module):
         distill_weight: Algorithm 1's c, of the distillation (default: 1 with a teacher, else 0)
     """
 
-    recipe = dict(  # Table 1, ImageNet: optimizer, blr, betas, batch_size, RandomResizedCrop; the
-        # rest is MAE's. CIFAR: blr 1.5e-4, no augmentation. Tiny-ImageNet: blr 1.5e-4, with
-        # --same_class 3.5e-4 (Table 2)
+    recipe = dict(  # Table 1, ImageNet (item 8). CIFAR: blr 1.5e-4, no augmentation. Tiny-ImageNet:
+        # blr 1.5e-4, with --same_class 3.5e-4 (Table 2)
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: MAE's, without
@@ -202,12 +201,9 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised and not mixed, as decoded by the last branch (the dominant
-        one, unless `branches` is 1): every patch predicted, visible ones too, which the loss has
-        not trained. And the mask (B,L).
-
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
-        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        one, unless `branches` is 1), nothing copied: visible patches are predicted too, which the
+        loss has not trained. And the mask (B,L). `mask_ratio` replaces the model's; for `leak_free`
+        see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask
 
@@ -218,9 +214,7 @@ class IMAE(nn.Module):
 
     def one_mask(self, images):
         """The same noise (B,L) for all images."""
-        g = torch.Generator().manual_seed(0)
-        noise = mask_noise("random", 1, self.encoder.grid, generator=g)
-        return noise.expand(len(images), -1).to(images.device)
+        return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
 
     def figures(self, images):
         """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as in Figures 6 and 7,
@@ -240,10 +234,8 @@ class IMAE(nn.Module):
     def measures(self, train, val):
         """How linearly separable the latents are: {title: a row {name: number} for each weight of
         MIXES}, of images val (N,C,H,W), normalised, each mixed with the one before as the dominant
-        one, all under one mask; {} for less than 10. "psnr": of the subordinate image's hidden
-        pixels, dB. With a teacher, R^2 of linear maps, fitted on `train`, from the branches and
-        from the mixed latent to the teacher's latents of the two images unmixed; each position's
-        mean is subtracted first."""
+        one, all under one mask; {} for less than 10. The title says what the numbers are. Linear
+        maps are fitted on `train`; each position's mean is subtracted first (ridge_r2)."""
         if len(val) < 10:
             return {}
         branches = ("subordinate", "dominant")[:len(self.decoder_embed)]
@@ -274,16 +266,12 @@ class IMAE(nn.Module):
                               for part in parts)
                 rows[-1] |= {k: ridge_r2(fit[k], fit[n], score[k], score[n])
                              for k in fit if k not in branches for n in branches if k.endswith(n)}
-        title = (f"mixtures of two images, {len(val)} of them for each weight (mix) of the "
-                 f"subordinate image; psnr: of its hidden pixels as predicted, in dB")
+        title = (f"{len(val)} mixtures of two images for each weight (mix) of the subordinate one; "
+                 f"psnr: of its hidden pixels as predicted, in dB")
         if self.teacher:
-            title += (f"; branch, mixed: how much of the teacher's latents of each image unmixed a "
-                      f"linear map reads out of the image's branch and of the encoder's latent, as "
-                      f"R^2 (1: all, 0: nothing), fitted on {len(train)} training images")
+            title += (f"; R^2 (1 is best) of linear maps, fitted on {len(train)} training images, "
+                      f"from branch or mixed latent to the teacher's latent of that image unmixed")
         return {title: rows}
-
-
-MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section 2, Figures 2 and 4
 
 
 def draw_partners(order, labels, same_class, generator):

@@ -28,14 +28,14 @@ Where paper and release differ, and what is done here:
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, mask_noise,
-                 sincos_pos_embed, take, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_pos_embed, take,
+                 visible_count)
 
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `encoder` gives
-    features. Defaults: ViT-B/16 and normalised targets, which Table 1d finds better; the paper's
-    ablations are of ViT-L/16 and plain pixels.
+    features. Defaults: the paper's, but for ViT-B/16 (its own: ViT-L/16) and normalised targets,
+    which it finds better (Table 1d; its own: plain pixels).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
@@ -127,13 +127,9 @@ class MAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded: every patch predicted, visible ones too, which
-        the loss has not
-        trained. And the mask (B,L).
-
-        `mask_ratio` replaces the model's in this call. With `norm_pix_loss` a predicted patch gets
-        the mean and variance of the true one or, `leak_free`, of all visible pixels (ViT.fill).
-        ValueError if noise is a 0/1 mask that shows another number of patches than mask_ratio."""
+        """Images (B,C,H,W), normalised, as decoded, nothing copied: visible patches are predicted
+        too, which the loss has not trained. And the mask (B,L). `mask_ratio` replaces the model's;
+        for `leak_free` see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
@@ -146,35 +142,28 @@ class MAE(nn.Module):
         return self.encoder.copy_visible(decoded, images, mask), mask
 
     @torch.no_grad()
-    def measures(self, train, val, noise=None):
+    def measures(self, train, val):
         """What CrossMAE starts from (its Sec. 1): how much the hidden tokens of images val
         (N,C,H,W), normalised, attend to visible tokens, class token included, and to hidden ones.
-        {title: a row a decoder block, and one for their sum}: means over pairs of tokens, summed
-        over heads, and the plain share of the visible (mean). `train` is not used.
-
-        CrossMAE A.1 says averaged over heads, but its Table 6 is of sums over 16 heads: only so is
-        50 x 0.196 + 147 x 0.042 = 16. There the blocks count from 1, here from 0."""
-        if noise is None:                                              # the same in each call
-            g = torch.Generator().manual_seed(0)
-            noise = mask_noise("random", len(val), self.encoder.grid, generator=g).to(val.device)
-        names = ("visible", "hidden", "share of visible")
-        rows = [{"block": i, **dict.fromkeys(names, 0.0)} for i in range(len(self.decoder_blocks))]
+        {title: a row a decoder block, and their sum}: means over images and pairs of tokens, summed
+        over heads, and the share of the visible in it. `train` is not used. CrossMAE A.1 says
+        averaged over heads, but its Table 6 has sums over 16 heads: only so is 50 x 0.196 +
+        147 x 0.042 = 16. Its blocks count from 1, here from 0."""
+        noise, weights = self.encoder.fixed_noise(val), 0
         for images, part in zip(val.split(100), noise.split(100)):
             ids_keep, ids_mask, _ = self.encoder.mask(images, part, self.mask_ratio)
             x = self.decoder_input(self.encode(images, ids_keep), ids_keep, ids_mask)
-            K = 1 + ids_keep.shape[1]                                  # with the class token
-            for row, block in zip(rows, self.decoder_blocks):
+            K, sums = 1 + ids_keep.shape[1], []                        # with the class token
+            for block in self.decoder_blocks:
                 qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
                 q, k, _ = qkv.permute(2, 0, 3, 1, 4)                   # (B, heads, 1+L, E/heads)
                 attn = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)
-                visible, hidden = attn[..., :K], attn[..., K:]         # of (B, heads, M, 1+L)
-                means = (visible.mean((2, 3)).sum(1), hidden.mean((2, 3)).sum(1),
-                         visible.sum(3).mean((1, 2)))                  # (B,) each
-                for name, value in zip(names, means):
-                    row[name] += value.sum().item() / len(val)
+                sums.append(attn.mean(2).sum((0, 1)) / len(val))       # (1+L,) to each token
                 x = block(x)                                           # (B, 1+L, E)
-        total = {"block": "sum", **{name: sum(row[name] for row in rows) for name in names}}
-        total["share of visible"] /= len(rows)
-        return {f"how much hidden tokens attend to a visible and to a hidden token in each block of "
-                f"the decoder (mean weight, summed over heads), and the share of their attention "
-                f"that goes to all visible tokens; {len(val)} images": [*rows, total]}
+            weights = weights + torch.stack(sums)                      # (depth, 1+L)
+        return {f"how much hidden tokens attend to a visible and to a hidden token in each decoder "
+                f"block (mean, summed over heads), and the share of it that all visible tokens "
+                f"together get; {len(val)} images": [
+                    {"block": block, "visible": a[:K].mean().item(), "hidden": a[K:].mean().item(),
+                     "share of visible": (a[:K].sum() / a.sum()).item()}
+                    for block, a in [*enumerate(weights), ("sum", weights.sum(0))]]}

@@ -1,9 +1,8 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
-2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022; https://github.com/yinboc/
-trans-inr) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc). "The release"
-is the code of MINR's authors and its configurations; section numbers are the paper's.
+2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022) and GINR (Kim et al., CVPR
+2023; https://github.com/kakaobrain/ginr-ipc, which has both). "The release" is MINR's own code.
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
 a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
@@ -22,8 +21,7 @@ Where paper and release differ, and what is done here:
   3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
      multiply shared ones. As released.
   4. In the release a GINR layer holds shared weights that nothing uses; here it has none.
-  5. Each column of weights has norm 1, in shared layers too, and 0.5 is added to the colours
-     (`out_bias`): from the release, the paper does not say.
+  5. Each column of weights has norm 1, in shared layers too, and `out_bias` is added: as released.
   6. The release's ViT has learnt positions and dropout; here it is vit.ViT, fixed positions, no
      final norm (as released), and its class token.
   7. The paper does not say hidden_dim, groups, ff_dim and ff_sigma: they are the release's. GINR:
@@ -36,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, mask_noise, pair, patchify, visible_count
+from vit import ViT, pair, patchify, visible_count
 
 
 def grid_coords(size, device=None):
@@ -56,13 +54,11 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `render` all pixels
-    at any size, `encoder` gives features. Images are 0 ... 1. Defaults: the paper's where it gives
-    them (182 x 182 pixels, 13-pixel patches, 75% hidden, 5 layers, the second modulated, a loss of
-    all pixels), else the release's.
+    at any size, `encoder` gives features. Images are 0 ... 1. Defaults: the paper's (182 x 182
+    pixels, 13-pixel patches, 75% hidden, 5 layers, the second modulated), else the release's.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT (the
-            last three: release)
+        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
         mask_ratio: share of the patches that is hidden (paper)
         hypernetwork: ginr, one layer of the image's own, or transinr, all modulated (Sec. 3.2)
         modulated_layers: image-specific layers, counted from 0, as in 0,1 (ginr: 1, transinr: all)
@@ -74,16 +70,15 @@ class MINR(nn.Module):
         ff_sigma: highest frequency, in periods an image (ginr: 128, transinr: 1024)
         out_bias: added to the colours (release)
         loss_on: all pixels (Sec. 3.1) or masked ones
-        coord_jitter: in training, move each coordinate within its pixel (release: on for
-            Imagenette and Indoor67)
+        coord_jitter: in training, move each coordinate within its pixel (release: not on CelebA)
         pixel_fraction: share of the pixels that a training step renders (ours)
         encode_visible_only: leave hidden patches out instead of zeroing them, cheaper (ours)
     """
 
     recipe = dict(  # the release's for Imagenette, as the paper says none; its encoder: --img_size
-        # 182 --patch_size 13 --dim 768 --depth 6 --heads 12; the crop stands for resize and crop.
-        # CelebA: --epochs 30 --crop 1.0 --no-flip --ff_sigma 64 (GINR), resized and centre-cropped;
-        # its TransINR also drops the rate to a tenth after 80% of the epochs
+        # 182 --patch_size 13 --dim 768 --depth 6 --heads 12; the crop is for resize and crop.
+        # CelebA: --epochs 30 --no-flip --ff_sigma 64 (GINR), resized and centre-cropped; TransINR:
+        # the rate drops to a tenth after 80% of the epochs, which is not built
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: 32 pixels have 16
@@ -102,7 +97,7 @@ class MINR(nn.Module):
         if hypernetwork not in ("ginr", "transinr"):
             raise ValueError(f"hypernetwork {hypernetwork} is not ginr or transinr")
         ginr = hypernetwork == "ginr"
-        groups = (256 if ginr else 64) if groups is None else groups
+        groups = (256 if ginr else 64) if groups is None else groups   # item 7
         ff_sigma = (128.0 if ginr else 1024.0) if ff_sigma is None else ff_sigma
         if loss_on not in ("all", "masked"):
             raise ValueError(f"loss_on {loss_on} is not all or masked")
@@ -115,7 +110,7 @@ class MINR(nn.Module):
             if not value >= 1:
                 raise ValueError(f"{name} {value} is less than 1")
         if modulated_layers is None:
-            modulated_layers = (1,) if ginr else range(mlp_depth)      # Sec. 3.2
+            modulated_layers = 1 if ginr else range(mlp_depth)         # Sec. 3.2
         if isinstance(modulated_layers, int):
             modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
@@ -225,17 +220,13 @@ class MINR(nn.Module):
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
         """Images (B,C,H,W), masked, rendered at any size, an int or (H',W'): (B,C,H',W')."""
-        sides = pair(size) if isinstance(size, (int, tuple, list)) else (size,)
-        if not all(isinstance(n, int) and n > 0 for n in sides):
-            raise ValueError(f"size {size} is not one or two whole numbers above 0")
-        return self.render_masked(images, sides, noise, mask_ratio)[0]
+        return self.render_masked(images, pair(size), noise, mask_ratio)[0]
 
     @torch.no_grad()
     def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W) as rendered at their own size: every pixel predicted, visible ones too.
-        And the mask (B,L). `mask_ratio` replaces the model's in this call; nothing is normalised,
-        so leak_free changes nothing. ValueError if noise is a 0/1 mask that shows another number
-        of patches than mask_ratio."""
+        """Images (B,C,H,W) as rendered at their own size, nothing copied, and the mask (B,L).
+        `mask_ratio` replaces the model's; nothing is normalised, so leak_free changes nothing.
+        ValueError if noise is a 0/1 mask of another mask_ratio."""
         return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
 
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
@@ -246,8 +237,7 @@ class MINR(nn.Module):
     def figures(self, images):
         """{"rendered": (rows,2,C,4H,4W)}: rendered at four times the size, beside bicubic upscaling
         of what is rendered at the model's own."""
-        (H, W), g = self.encoder.img_size, torch.Generator().manual_seed(0)
-        noise = mask_noise("random", len(images), self.encoder.grid, generator=g).to(images.device)
+        (H, W), noise = self.encoder.img_size, self.encoder.fixed_noise(images)
         native, large = (self.render(images, (n * H, n * W), noise) for n in (1, 4))
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")
         return {"rendered": torch.stack([large, upscaled], dim=1)}     # (rows, 2, C, 4H, 4W)

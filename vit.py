@@ -1,9 +1,9 @@
 """A small Vision Transformer and what three or more methods share: patches, positions, masking,
 released names. Nothing here knows a method.
 
-Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021), with the fixed positions, the
-initialisation and the masking by noise of He et al., Masked Autoencoders Are Scalable Vision
-Learners (CVPR 2022).
+Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below), with the fixed
+positions, the initialisation and the masking by noise of He et al., Masked Autoencoders Are
+Scalable Vision Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/mae
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p patch side
     images (B,C,H,W)   patches (B,L,p*p*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
@@ -28,11 +28,14 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 }
 
 
-# ------------------------------------------------------------------------------------------ patches
+# ------------------------------------------------------------------------------- images and patches
 
 def pair(size):
-    """An int or an (H, W) pair as an (H, W) tuple."""
-    return (size, size) if isinstance(size, int) else tuple(size)
+    """An int or an (H, W) pair, as an (H, W) tuple. ValueError unless above 0."""
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
+        raise ValueError(f"{size} is not a size in pixels, as in 32 or 32,48")
+    return sides
 
 
 def grid_of(img_size, patch_size, **_):
@@ -68,14 +71,12 @@ def take(x, ids):
 
 
 def normalize_patches(patches):
-    """Patches (B,L,N) each of mean 0 and variance 1, and the mean and std (B,L,1) that they had.
-    The variance is unbiased, plus 1e-6, as released: patches = normalized * std + mean."""
+    """Patches (B,L,N), each with mean 0 and variance 1 (MAE Sec. 3), and the mean and std (B,L,1)
+    that they had. The variance is unbiased, plus 1e-6, as released."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     std = (var + 1e-6).sqrt()
     return (patches - mean) / std, mean, std
 
-
-# ------------------------------------------------------------------------------------------- pixels
 
 def normalize(pictures, model):
     """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
@@ -93,9 +94,9 @@ def denormalize(images, model):
 # ---------------------------------------------------------------------------------------- positions
 
 def sincos_pos_embed(dim, grid):
-    """Fixed positions (1,1+L,dim) of a grid (h, w); row 0, the class token's, is zero. The first
-    half of the channels has the column, the second the row, each [sin | cos] of dim/4 frequencies.
-    ValueError unless dim is a multiple of 4."""
+    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); row 0, the class token's, is
+    zero. The first half of the channels has the column, the second the row, each [sin | cos] of
+    dim/4 frequencies. ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     row, col = torch.meshgrid(*(torch.arange(n).double() for n in grid), indexing="ij")  # (h, w)
@@ -106,7 +107,7 @@ def sincos_pos_embed(dim, grid):
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):
-    """Positions (1,1+L,D) of a grid (h, w) -> of another, bicubic as in MAE's fine-tuning."""
+    """Positions (1,1+L,D) of a grid (h, w) -> of another (ViT Sec. 3.2), bicubic as released."""
     table = pos_embed[:, 1:].reshape(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
     table = F.interpolate(table, size=tuple(new_grid), mode="bicubic", align_corners=False)
     return torch.cat([pos_embed[:, :1], table.flatten(2).transpose(1, 2)], dim=1)  # (1, 1+L', D)
@@ -147,26 +148,18 @@ def mask_noise(kind, B, grid, device=None, generator=None):
 
 
 def masking(noise, mask_ratio):
-    """Rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and ids_mask (B,L-K) in the
-    order of the noise, and mask (B,L), 1 = hidden."""
+    """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and
+    ids_mask (B,L-K) in the order of the noise, and mask (B,L), 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
     ids_keep, ids_mask = noise.argsort(dim=1, stable=True).tensor_split([K], dim=1)
     return ids_keep, ids_mask, torch.ones_like(noise).scatter(1, ids_keep, 0)
 
 
-def check_mask(noise, mask_ratio):
-    """ValueError if noise (B,L) is a mask (0 visible, 1 hidden) that does not show K patches."""
-    shown, K = (noise == 0).sum(1), visible_count(noise.shape[1], mask_ratio)
-    if ((noise == 0) | (noise == 1)).all() and (shown != K).any():
-        raise ValueError(f"the mask shows {shown[shown != K][0]} of {noise.shape[1]} patches, "
-                         f"mask_ratio {mask_ratio} shows {K}")
-
-
 # ---------------------------------------------------------------------------------- the transformer
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B,N,dim) -> (B,N,dim), or (B,last,dim) if only the `last` so many
-    tokens are wanted."""
+    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim), or (B,last,dim) if only the
+    last `last` tokens are wanted."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -179,12 +172,12 @@ class Attention(nn.Module):
     def forward(self, x, last=None):
         D, W, b = x.shape[2], self.qkv.weight, self.qkv.bias
         if last is None:
-            qkv = self.qkv(x).split(D, dim=2)                          # (B, N, D) each
+            qkv = self.qkv(x).split(D, dim=2)                          # (B, N, D) each, ViT eq. 5
         else:
             qkv = F.linear(x[:, -last:], W[:D], b[:D]), *F.linear(x, W[D:], b[D:]).split(D, dim=2)
         q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in qkv)
-        x = F.scaled_dot_product_attention(q, k, v)                    # (B, heads, N, D/heads) as q
-        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D); or last for N
+        x = F.scaled_dot_product_attention(q, k, v)                    # shape of q, ViT eq. 6, 7
+        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D), or last for N
 
 
 class MLP(nn.Module):
@@ -201,8 +194,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """A pre-norm block, (B,N,dim) -> (B,N,dim); in training, drop_path is the probability that an
-    image skips a branch. If only the `last` so many tokens are wanted, nothing but keys and values
-    is computed for the others: the same numbers, (B,last,dim)."""
+    image skips a branch. If only the last `last` tokens are wanted, nothing but keys and values is
+    computed for the others: the same numbers, (B,last,dim)."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -214,12 +207,12 @@ class Block(nn.Module):
 
     def forward(self, x, last=None):
         own = x if last is None else x[:, -last:]
-        x = own + self.drop_path(self.attn(self.norm1(x), last))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = own + self.drop_path(self.attn(self.norm1(x), last))       # ViT eq. 2
+        return x + self.drop_path(self.mlp(self.norm2(x)))             # ViT eq. 3
 
 
 def init_weights(module):
-    """MAE's initialisation, for `apply`: linear layers xavier (qkv as one matrix), bias 0."""
+    """MAE's initialisation (A.1), for `apply`: linear layers xavier (qkv as one matrix), bias 0."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
@@ -234,7 +227,7 @@ class ViT(nn.Module):
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: hidden width of the MLPs over dim
         norm: a LayerNorm after the last block; False where nothing after it needs one
-        drop_path: stochastic depth of the last block, rising on a line from 0 at the first
+        drop_path: stochastic depth of the last block, growing linearly from 0 at the first
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
@@ -270,9 +263,17 @@ class ViT(nn.Module):
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
             raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
-        if exact:
-            check_mask(noise, mask_ratio)
+        if exact and ((noise == 0) | (noise == 1)).all():
+            shown, K = (noise == 0).sum(1), visible_count(L, mask_ratio)
+            if (shown != K).any():
+                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, mask_ratio "
+                                 f"{mask_ratio} shows {K}")
         return masking(noise.float(), mask_ratio)
+
+    def fixed_noise(self, images):
+        """Random noise (B,L), the same in each call, for figures and measures."""
+        g = torch.Generator().manual_seed(0)
+        return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
     def pixels_of(self, mask):
         """A mask of patches (B,L) as one of pixels (B,1,H,W)."""
@@ -280,14 +281,12 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
 
     def targets(self, images, ids, normalized=False):
-        """Patches ids (B,M) of images, float32, each normalised if asked: (B,M,p*q*C)."""
+        """Patches ids (B,M) of images, float32, each normalised on request: (B,M,p*q*C)."""
         patches = take(patchify(images, self.patch_size), ids).float()
         return normalize_patches(patches)[0] if normalized else patches
 
     def fill(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
-        """Images (B,C,H,W) with the predictions pred (B,M,p*q*C) in place of their patches ids
-        (B,M).
-
+        """Images (B,C,H,W) with predictions pred (B,M,p*q*C) in place of the patches ids (B,M).
         A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
         patch, which flatters picture and PSNR, or, `leak_free`, from all pixels of ids_keep."""
         patches, pred = patchify(images, self.patch_size).float(), pred.float()  # (B, L, p*q*C)
@@ -312,7 +311,7 @@ class ViT(nn.Module):
             patches, pos = take(patches, ids_keep), pos[0][ids_keep]   # (B, K, p*q*C), (B, K, D)
         proj = self.patch_embed["proj"]                                # a convolution by name only
         weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
-        return F.linear(patches, weight, proj.bias) + pos
+        return F.linear(patches, weight, proj.bias) + pos              # ViT eq. 1
 
     def layers(self, tokens, depth=None):
         """[CLS] before tokens (B,K,D), and each block's raw output: 1 + depth of (B,1+K,D), from
@@ -325,7 +324,7 @@ class ViT(nn.Module):
 
     def encode(self, tokens):
         """Tokens (B,K,D) through all blocks and the final norm where there is one: (B,1+K,D)."""
-        return self.norm(self.layers(tokens)[-1])
+        return self.norm(self.layers(tokens)[-1])                      # ViT eq. 4, all tokens
 
     def forward(self, images, ids_keep=None):
         return self.encode(self.embed(images, ids_keep))
@@ -347,6 +346,22 @@ def from_released(state):
 def to_released(model):
     """The state dict of a model with an `encoder` in released names: from_released's inverse."""
     return {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
+
+
+def sizes_of(state, path, heads=None):
+    """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
+    with `heads`, or those of the size in SIZES that is as wide. ValueError if it is no ViT's."""
+    try:
+        dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
+        side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
+    except KeyError as error:
+        raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
+    heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(dim, heads)
+    if heads is None:
+        raise ValueError(f"{path} does not say its number of heads: give --heads")
+    depth = len({name.split(".")[2] for name in state if name.startswith("encoder.blocks.")})
+    return dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
+                in_chans=in_chans, dim=dim, depth=depth, heads=heads)
 
 
 def transfer(model, state, grid=None):
