@@ -1,5 +1,5 @@
 """What an encoder has learnt: fine-tune it, probe it linearly or by nearest neighbours, or compare
-it with the same network from scratch: `python finetune.py --checkpoint runs/mae/last.pt`.
+it with the same network from scratch: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
 
 The recipes are those of He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022),
 Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the released code adds.
@@ -16,6 +16,7 @@ Where paper and released code differ, or torchvision does from both, and what is
   6. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -24,10 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (RECIPE, Feed, Parser, crop_batch, crop_transform, describe, fit, initialize,
-                   mean_over_processes, name_run, normalize, open_data, read_sizes, settle,
-                   start_processes, val_batches, vit_config)
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT
+from train import (SHARED, Parser, WORDS, add_flags, add_options, crop_batch, crop_transform, describe,
+                   fill, fit, initialize, mean_over_processes, name_run, number, open_data, read,
+                   run, start_processes, val_batches, vit_config)
+from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, normalize
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
@@ -39,20 +40,16 @@ LINEAR = dict(  # MAE Table 10, with SGD for LARS
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
            "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer knows more than another
-SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # up to 64 pixels
-SMALL_RECIPES = {mode: {**recipe, **SMALL, **({} if mode == "linear" else {"lr": 2e-3})}
-                 for mode, recipe in RECIPES.items()}
-
-HELP = RECIPE + """
-    randaug: magnitude of RandAugment, up to 30 (27: the papers' 9 of 10); 0: none
-    erasing: probability of erasing a rectangle
-    mixup: a of Beta(a, a), the weights of MixUp; 0: none
-    cutmix: a of Beta(a, a), the areas of CutMix; 0: none
-    mix_ratio: share of a picture, the rest is another (i-MAE Table 4), not mixup and cutmix; 0: all
-    smoothing: label smoothing
-    drop_path: stochastic depth of the last block
-    layer_decay: the rate of a layer over that of the next one
-"""
+SMALL = dict(  # ours, for pictures up to 64 pixels and the micro encoder; the probe keeps its rate
+    batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
+WORDS.update(
+    randaug="magnitude of RandAugment, up to 30 (27: the papers' 9 of 10); 0: none",
+    erasing="probability of erasing a rectangle",
+    mixup="a of Beta(a, a), the weights of MixUp; 0: none",
+    cutmix="a of Beta(a, a), the areas of CutMix; 0: none",
+    mix_ratio="weight of each picture in a fixed mixture with another (i-MAE Table 4); 0: no mixing",
+    smoothing="label smoothing", drop_path="stochastic depth of the last block",
+    layer_decay="ratio of a layer's rate to the next layer's")
 
 
 class Classifier(nn.Module):
@@ -122,127 +119,152 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 
 @torch.no_grad()
-def evaluate(score, val, args, procs, img_size):
-    """{"top1", "top5"} of val in percent, where score(pictures) -> (b,classes)."""
+def evaluate(score, val, args, img_size):
+    """{"top1", "top5"} of val in percent, where score(pictures) -> (b,classes), and no picture."""
     sums, count = {"top1": 0, "top5": 0}, 0
-    for _, pictures, labels in val_batches(val, args, procs, img_size, args.eval_images):
-        scores = score(pictures)
+    for _, pictures, labels in val_batches(val, args, args.eval_images):
+        scores = score(v2.functional.resize(pictures, img_size))
         right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
         sums["top5"] += 100 * right.sum()
         count += len(labels)
-    return mean_over_processes(sums, count, procs)
+    return mean_over_processes(sums, count, args), None
 
 
 @torch.no_grad()
-def knn(model, train, args, procs, img_size, temperature=0.07):
+def knn(model, train, args, img_size, temperature=0.07):
     """score(pictures) -> (b,classes): votes of the --k most similar training pictures, each worth
     exp(cosine / temperature) (Wu et al. 2018). Features: as --pool says, of unit length."""
     def embed(pictures):
-        return F.normalize(model.features(normalize(pictures, model)).float(), dim=1)  # (b, D)
-    parts = [(embed(pictures), labels) for _, pictures, labels in
-             val_batches(train, args, procs, img_size, most=len(train.labels))]
-    bank, labels = (torch.cat(part) for part in zip(*parts))           # (N, D), (N,)
-    if procs.world > 1:
-        parts = [None] * procs.world
-        dist.all_gather_object(parts, (bank.cpu(), labels.cpu()))
-        bank, labels = (torch.cat(part).to(procs.device) for part in zip(*parts))
+        images = normalize(v2.functional.resize(pictures, img_size), model)
+        with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
+            features = model.features(images)
+        return F.normalize(features.float(), dim=1)                    # (b, D)
+
+    n = len(train.labels)
+    bank = torch.zeros(n, model.encoder.dim, device=args.device)       # (N, D)
+    bank_labels = torch.zeros(n, dtype=torch.long, device=args.device)
+    for ids, pictures, labels in val_batches(train, args):
+        bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(pictures), labels
+    if args.world > 1:                                     # each process has filled rows of its own
+        dist.all_reduce(bank)
+        dist.all_reduce(bank_labels)
 
     def score(pictures):
-        cosine, ids = (embed(pictures) @ bank.T).topk(min(args.k, len(bank)))  # (b, k)
-        votes = torch.zeros(len(ids), len(train.classes), device=ids.device)
-        return votes.scatter_add(1, labels[ids], (cosine / temperature).exp())
+        cosine, ids = (embed(pictures) @ bank.T).topk(min(args.k, n))  # (b, k)
+        votes = torch.zeros(len(ids), len(train.classes), device=args.device)
+        return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())
     return score
 
 
-def run(args):
+def keep_labels(split, share, seed):
+    """Leave a share of each class's pictures in the split, chosen by the seed, at least one each.
+    ValueError if there is none to choose from."""
+    g, keep = torch.Generator().manual_seed(seed), []
+    for c, name in enumerate(split.classes):
+        ids = (split.labels == c).nonzero().flatten()
+        if not len(ids):
+            raise ValueError(f"--labels {share}: class {name} has no training pictures")
+        keep += ids[torch.randperm(len(ids), generator=g)[:max(1, round(share * len(ids)))]].tolist()
+    split.labels, keep = split.labels[keep], torch.tensor(keep)
+    split.pictures = (split.pictures[keep.to(split.pictures.device)]
+                      if torch.is_tensor(split.pictures) else [split.pictures[i] for i in keep])
+
+
+def finetune(args):
     """A parsed command line of finetune.py, from data to the last epoch."""
-    config, data = {}, None
-    if args.checkpoint:
-        config, data = read_sizes(args.checkpoint, args.heads)
-    elif args.mode != "scratch":
+    if not args.checkpoint and args.mode != "scratch":
         raise ValueError(f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
-    procs, args.data = start_processes(args.device), args.data or data or "shapes"
-    img_size = args.img_size or config.get("img_size")
-    train, val, img_size = open_data(args.data, img_size, procs.device)
+    source = read(args.checkpoint, args.heads) if args.checkpoint else {"config": {}, "flags": {}}
+    args.data = args.data or source["flags"].get("data", "shapes")
+    path = Path(args.checkpoint or "").absolute()          # runs/NAME/last.pt or a released file
+    name = path.parent.name if path.stem == "last" else path.stem
+    data = Path(args.data).resolve().name
+    name_run(args, f"{name}_{args.mode}" if args.checkpoint else f"scratch_{data}")
+    start_processes(args)
+    img_size = args.img_size or source["config"].get("img_size")
+    train, val, img_size = open_data(args.data, img_size, args)
     if not train.classes:
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
-    taken = settle(args, (SMALL_RECIPES if max(img_size) <= 64 else RECIPES)[args.mode])
+    keep_labels(train, args.labels, args.seed)
+    small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
+    if args.dim is None and args.size is None:
+        args.dim = source["config"].get("dim")             # whether it is a micro encoder
+    fill(args, {**SHARED, **RECIPES[args.mode]}, small, img_size)
     if args.randaug > 30:
         raise ValueError(f"--randaug {args.randaug} is more than 30")
     if args.mix_ratio and (args.mixup or args.cutmix):
         raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
-    if args.lr is None:
-        args.lr = args.blr * args.batch_size / 256
-    source = Path(args.checkpoint or args.size or "micro").absolute()      # runs/NAME/last.pt, or
-    source = source.parent.name if source.stem == "last" else source.stem  # a released file's name
-    name_run(args, f"{source}_{args.mode}")
+    if args.eval_every is None:                            # validate no more than is trained
+        args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
 
     torch.manual_seed(args.seed)
-    given = {k: v for k in ("patch_size", "dim", "depth", "heads") if (v := getattr(args, k))}
-    config = {**(config or vit_config(args, img_size)), **SIZES.get(args.size, {}), **given,
-              "img_size": img_size, "classes": len(train.classes), "pool": args.pool,
-              "probe": args.mode in ("linear", "knn"), "drop_path": args.drop_path,
-              "smoothing": args.smoothing}
-    model = Classifier(**config).to(procs.device)
+    names = ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")
+    config = {name: source["config"][name] for name in names if source["config"]}
+    given = {name: getattr(args, name) for name in names[3:] if getattr(args, name)}
+    config = {**(config or vit_config(args, img_size)), **SIZES.get(args.size, {}), **given}
+    config.update(
+        img_size=img_size, classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
+        drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
+        norm="encoder.norm.weight" in source.get("model", {}), 
+        mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
+    model = Classifier(**config)
     notes = initialize(model, args.checkpoint) if args.mode != "scratch" else []
-    if args.mode == "knn":
-        args.epochs, taken = 0, f"votes   of {args.k} neighbours"
-    describe(args, procs, train, val, model, taken, *notes)
+    describe(args, train, val, model.to(args.device), *notes)
 
     if args.mode == "knn":
-        votes = knn(model.eval(), train, args, procs, img_size)
-        row = evaluate(votes, val, args, procs, img_size)
-        if procs.rank == 0:
-            print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f}")
+        row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
+        chance = 100 * val.labels.bincount().max().item() / len(val.labels)
+        print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f}; the "
+              f"largest class has {chance:.2f} of the pictures")
         return row
 
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
-        value = [255 * m for m in model.mean]
-        more += [v2.PILToTensor(), v2.RandomErasing(args.erasing, value=value)]
-    in_workers = bool(more) or not train.in_memory
-    feed = Feed(train, args, procs, crop_transform(img_size, args, *more) if in_workers else None)
+        more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
+    if more and torch.is_tensor(train.pictures):           # picture by picture, in workers
+        train.pictures = train.pictures.cpu()
+    streamed = more or train.transform is not None
+    if streamed:
+        train.transform = crop_transform(img_size, args, *more)
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
 
-    def prepare(rows, pictures, labels, generator):
-        if not in_workers:
-            pictures = crop_batch(pictures, rows, img_size, args, generator)
-        images, ratio = normalize(pictures, model), args.mix_ratio
+    def prepare(pictures, labels):
+        """The model's arguments: images and targets."""
+        images = normalize(pictures if streamed else crop_batch(pictures, img_size, args), model)
+        ratio = args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
-        with torch.random.fork_rng(devices=[]):            # the same weights in every process
-            torch.default_generator.manual_seed(generator.initial_seed())
-            return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
+        return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     def validate():
         model.eval()
-        return evaluate(lambda pictures: model.logits(normalize(pictures, model)), val, args,
-                        procs, img_size)
+        return evaluate(lambda x: model.logits(normalize(x, model)), val, args, img_size)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-    row = fit(args, procs, model, groups, feed, prepare, validate, method="classifier",
-              config=config)
-    if procs.rank == 0:
-        folder = Path(args.runs, args.name)
-        print(f"log     {folder / 'log.jsonl'}\nmodel   {folder / 'last.pt'}")
+    row = fit(args, model, groups, train, prepare, validate, method="classifier", config=config)
+    print(f"log     {Path(args.runs, args.name, 'log.jsonl')}")
     return row
 
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    about = f"Fine-tune or probe an encoder. Some defaults up to 64 pixels differ: {SMALL}"
-    parser = Parser("finetune.py", about, "mode", RECIPES)
-    recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
-    option = parser.add_argument
+    first = Parser("finetune.py", add_help=False, allow_abbrev=False)
+    first.add_argument("--mode", choices=RECIPES, default="finetune")
+    recipe = RECIPES[first.parse_known_args(argv)[0].mode]
+    about = f"Fine-tune or probe an encoder. Up to 64 pixels, and of the micro encoder: {SMALL}"
+    parser = Parser("finetune.py", parents=[first], description=about, allow_abbrev=False)
+    option = parser.add_argument_group("encoder and labels").add_argument
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
-    option("--pool", choices=("mean", "token"), default="mean", help="of the tokens")
-    option("--k", type=int, default=20, help="neighbours of --mode knn")
-    parser.add_options(recipe, HELP, {})
-    parser.set_defaults(eval_images=2 ** 62)               # all of them
-    return parser.run(run, argv)
+    option("--labels", type=number(float, 0, 1), default=1.0, metavar="R",
+           help="share of each class's training pictures that is used (1)")
+    option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
+    option("--k", type=number(int, 1), default=20, metavar="N", help="neighbours of --mode knn (20)")
+    add_options(parser)
+    add_flags(parser, "recipe", {**SHARED, **recipe})
+    return run(parser, finetune, argv)
 
 
 if __name__ == "__main__":
