@@ -3,6 +3,7 @@ something. What is special to one is in its own file."""
 
 import copy
 import math
+import re
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ import finetune
 import train
 from tests.bench import count_flops
 from tests.conftest import ROOT, same
-from tests.golden import distances, load
+from tests.golden import EXPECTED, distances, load, replay
 from train import METHODS, knobs
 from vit import mask_noise, normalize_patches, patchify, take
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
 DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
+TEACHER = dict(dim=12, depth=1, heads=2)
 BASE = defaultdict(dict, {  # arguments that keep them small
     "mae": DECODER,
     "crossmae": DECODER,
@@ -48,8 +50,8 @@ OPTIONS = defaultdict(list, {  # every one of a method's own arguments, and some
              dict(loss_on="masked"), dict(coord_jitter=True), dict(pixel_fraction=0.3),
              dict(encode_visible_only=True)],
     "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
-             dict(teacher=dict(dim=12, depth=1, heads=2)),
-             dict(teacher=dict(dim=12, depth=1, heads=2), distill_weight=0.5)],
+             dict(teacher=TEACHER),
+             dict(teacher=TEACHER, distill_weight=0.5)],
 })
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
@@ -77,9 +79,15 @@ def loss_of(model, images, noise):
     return model(images, noise, *pairs)[0]
 
 
-def at_hidden(pred, mask):
-    """predict's rows at the hidden patches: it gives all patches, or (CrossMAE) just those."""
-    return pred[mask.bool()] if pred.shape[1] == mask.shape[1] else pred.flatten(0, 1)
+def all_predictions(model, images, noise):
+    """predict's of all patches, (B,L,p*p*C): CrossMAE is asked for visible ones by themselves."""
+    pred, (ids_keep, ids_mask, mask) = model.predict(images, noise), model.encoder.mask(
+        images, noise, model.mask_ratio)
+    if pred.shape[1] == mask.shape[1]:
+        return pred
+    visible = model.decode(model.encode(images, ids_keep), ids_keep)
+    order = torch.cat([ids_keep, ids_mask.sort(dim=1).values], dim=1).argsort(dim=1)
+    return take(torch.cat([visible, pred], dim=1), order)
 
 
 methods = pytest.mark.parametrize("name", METHODS)
@@ -108,6 +116,43 @@ def test_golden_can_fail(fixture):
     assert distances(content)[1] > 1e-4
 
 
+CROSS_MAPS = [dict(use_fm=[0, 2]), dict(use_fm=[-2, -1], use_input=False), dict(use_fm=[0, 1]),
+              dict(weight_fm=False)]
+OTHER = dict(  # values of a fixture's config that are not in the files
+    mae=[dict(norm_pix_loss=False, mask_ratio=0.5), dict(mlp_ratio=2.0),
+         dict(img_size=48, patch_size=16, in_chans=1)],
+    crossmae=[*CROSS_MAPS, dict(self_attn=True), dict(kept_mask_ratio=0.15), dict(mask_ratio=0.5),
+              dict(norm_pix_loss=False, mlp_ratio=2.0), dict(img_size=24, patch_size=8)],
+    hypermae=[dict(pre_mod_depth=2), dict(pre_mod_depth=2, post_mod_depth=1),
+              dict(norm_pix_loss=True), dict(feat2W_depth=1), dict(n_weight_tokens=7),
+              dict(mask_ratio=0.5, img_size=24)])
+
+
+@pytest.mark.parametrize("name, config", [(n, c) for n in OTHER for c in OTHER[n]])
+def test_replay_takes_other_fixtures(name, config, monkeypatch):
+    """The right numbers of everything come out, under released names. Weights are random."""
+    fixture = load(ROOT / f"tests/golden/{name}.pt")
+    config = fixture["config"] = {**fixture["config"], **config}
+    L, p, C = (config["img_size"] // config["patch_size"]) ** 2, config["patch_size"], config[
+        "in_chans"]
+    fixture.update(images=torch.randn(2, C, *[config["img_size"]] * 2), noise=torch.rand(2, L),
+                   state_dict=defaultdict(lambda: torch.zeros(1), fixture["state_dict"]))
+
+    def same_names(model, state):
+        optional = {"wfm", "dec_norms", "norm", "decoder_blocks"}      # by config
+        assert {k.removeprefix("encoder.") for k in state.keys() ^ model.state_dict().keys()
+                if k.removeprefix("encoder.").split(".")[0] not in optional} == set()
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", same_names)
+    ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
+    if name == "crossmae":                                 # only what is predicted
+        L -= int(L * (1 - config["mask_ratio"])) + int(L * (config["mask_ratio"]
+                                                            - config["kept_mask_ratio"]))
+        last, maps = ours["grads"]["blocks.2.attn.proj.bias"], [i % 3 for i in config["use_fm"]]
+        assert last.any() == (2 in maps or not config["weight_fm"])
+    assert ours["pred"].shape == (2, L, p * p * C) and ours["loss"].isfinite()
+    assert fixture["grads"].keys() <= ours["grads"].keys()
+
+
 @cases
 def test_every_trainable_parameter_gets_a_gradient(name, options):
     model = build(name, **options)
@@ -125,12 +170,12 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
 
 
 @methods
-def test_a_call_without_noise_draws_one_mask(name):
-    model, (images, _) = build(name), images_and_noise()
-    torch.manual_seed(2)
-    loss = loss_of(model, images, None)
-    torch.manual_seed(2)
-    assert loss == loss_of(model, images, mask_noise("random", len(images), model.encoder.grid))
+def test_a_call_without_noise_draws_one_new_mask(name):
+    model, (images, _), losses = build(name), images_and_noise(), []
+    for noise in (None, lambda: mask_noise("random", len(images), model.encoder.grid)):
+        torch.manual_seed(2)
+        losses.append(loss_of(model, images, noise and noise()))
+    assert losses[0] == losses[1] and model(images)[0] != model(images)[0]
 
 
 @methods
@@ -173,7 +218,7 @@ def test_loss_is_the_mean_over_hidden_patches(name, options):
     target = patchify(images, 4)
     target = normalize_patches(target)[0] if options.get("norm_pix_loss") else target
     mask = model.encoder.mask(images, noise, 0.75)[2]
-    error = at_hidden(model.predict(images, noise), mask) - target[mask.bool()]
+    error = (all_predictions(model, images, noise) - target)[mask.bool()]
     assert torch.allclose(model(images, noise)[0], error.square().mean(), atol=1e-5)
 
 
@@ -184,17 +229,6 @@ def test_order_of_the_noise_does_not_matter(name):
     mask = model.encoder.mask(images, noise, 0.75)[2]
     assert torch.allclose(loss_of(model, images, noise), loss_of(model, images, mask), atol=1e-6)
     assert torch.allclose(model.predict(images, noise), model.predict(images, mask), atol=1e-5)
-
-
-def all_predictions(model, images, noise):
-    """predict's of all patches, (B,L,p*p*C): CrossMAE is asked for the visible ones by themselves."""
-    pred, (ids_keep, ids_mask, mask) = model.predict(images, noise), model.encoder.mask(
-        images, noise, model.mask_ratio)
-    if pred.shape[1] == mask.shape[1]:
-        return pred
-    visible = model.decode(model.encode(images, ids_keep), ids_keep)
-    order = torch.cat([ids_keep, ids_mask.sort(dim=1).values], dim=1).argsort(dim=1)
-    return take(torch.cat([visible, pred], dim=1), order)
 
 
 @pytest.mark.parametrize("name, options", [
@@ -248,12 +282,6 @@ def test_one_batch_overfits(name):
 
 
 @methods
-def test_bare_call_draws_a_new_mask(name):
-    model, (images, _) = build(name), images_and_noise()
-    assert model(images)[0] != model(images)[0]
-
-
-@methods
 def test_loss_is_float32_under_autocast(name):
     model, (images, noise) = build(name), images_and_noise()
     with torch.autocast("cpu", torch.bfloat16):
@@ -270,6 +298,43 @@ def test_a_call_changes_nothing(name):
     model.reconstruct(images)
     assert {*vars(model)} == before[1] and torch.equal(loss, loss_of(model, images, noise))
     assert all(torch.equal(v, before[0][k]) for k, v in model.state_dict().items())
+
+
+IMPOSSIBLE = {
+    "crossmae": [
+        (dict(prediction_ratio=0.8), "prediction_ratio 0.8"), (dict(mask_ratio=0.5), "give both"),
+        (dict(prediction_ratio=0), "ratio 0 "), (dict(prediction_ratio=1e-17), "1e-17"),
+        (dict(feature_maps="first"), "feature_maps first"), (dict(feature_maps=(0,)), "the last"),
+        (dict(feature_maps=(1, 1)), "different"), (dict(feature_maps=(1, 2)), "from 0 to 1"),
+        (dict(feature_maps=(1.0,)), "different blocks"), (dict(decoder_heads=0), "0 heads"),
+        (dict(feature_maps="last", include_input=True), "include_input"),
+        (dict(feature_maps="last", softmax_weights=True), "softmax_weights"),
+        (dict(feature_maps="last", project_maps=True), "project_maps"),
+        (dict(feature_maps=(1,), include_input=False, softmax_weights=True), "one map"),
+        (dict(decoder_heads=3), "width 16 is not a multiple"), (dict(decoder_depth=0), "depth 0")],
+    "hypermae": [
+        (dict(modulated_layer=3), "modulated_layer 3"), (dict(modulated_layer=-1), "layer -1"),
+        (dict(shared_blocks=3), "shared_blocks 3"), (dict(feat2w_depth=0), "feat2w_depth 0"),
+        (dict(pe_dim=7), "pe_dim 7"), (dict(pe_sigma=float("nan")), "pe_sigma nan"),
+        (dict(n_weight_tokens=0), "n_weight_tokens 0"), (dict(loss_on="some"), "loss_on some")],
+    "minr": [
+        (dict(hypernetwork="inr"), "hypernetwork inr"), (dict(loss_on="some"), "loss_on some"),
+        (dict(pixel_fraction=0.0), "pixel_fraction 0.0"), (dict(ff_dim=3), "ff_dim 3"),
+        (dict(modulated_layers=(4,)), "from 0 to 3"), (dict(modulated_layers=()), "layers () are"),
+        (dict(modulated_layers=(1.0,)), "modulated_layers"), (dict(groups=0), "groups 0"),
+        (dict(hypernetwork="transinr", groups=3), "groups 3 do not divide the 8 outputs")],
+    "imae": [
+        (dict(branches=3), "branches 3"), (dict(beta=0.0), "beta 0.0"),
+        (dict(distill_weight=1.0), "distill_weight 1.0 needs a teacher"),
+        (dict(distill_weight=-1.0, teacher=TEACHER), "distill_weight -1.0")],
+}
+
+
+@pytest.mark.parametrize("name, options, words", [(n, *case) for n in IMPOSSIBLE
+                                                  for case in IMPOSSIBLE[n]])
+def test_impossible_options(name, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build(name, **options)
 
 
 @methods
@@ -311,16 +376,18 @@ def test_the_seed_is_the_run(name, pretrain):
     assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-5)
 
 
-def train_under_ddp(rank, port, world):
+def train_under_ddp(rank, port, world, compiled):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.compile = partial(torch.compile, backend="aot_eager")        # of this process alone
     images, noise = images_and_noise(2 * world)
-    args = SimpleNamespace(grad_checkpointing=False, compile=False)
+    args = SimpleNamespace(grad_checkpointing=False, compile=compiled, world=world)
     for name in METHODS:
-        models = build(name), build(name)                  # an unused parameter stops the 2nd step
-        net = train.wrap(models[0], args, SimpleNamespace(world=world))
-        for net, rows in ((net, slice(2 * rank, 2 * rank + 2)), (models[1], slice(None))):
+        torch._dynamo.reset()
+        models = [build(name, depth=1) for _ in range(2)]  # an unused parameter stops the 2nd step
+        nets = train.wrap(models[0], args), models[1]
+        for net, rows in zip(nets, (slice(2 * rank, 2 * rank + 2), slice(None))):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            pairs = (images.roll(1, 0)[rows], 0.3) if name == "imae" else ()
+            pairs = (images.roll(1, 0)[rows], torch.tensor(0.3)) if name == "imae" else ()
             for _ in range(2):
                 net(images[rows], noise[rows], *pairs)[0].backward()
                 optimizer.step()
@@ -330,43 +397,30 @@ def train_under_ddp(rank, port, world):
             first = a.detach().clone()
             dist.broadcast(first, 0)
             assert torch.equal(a, first), name             # the same on all of them
-
     dist.destroy_process_group()
 
 
-def compile_under_ddp(rank, port, world):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    images, noise = images_and_noise(2 * world)
-    torch.compile = partial(torch.compile, backend="aot_eager")        # of this process alone
-    args = SimpleNamespace(grad_checkpointing=True, compile=True)
-    net, alone = train.wrap(build("mae"), args, SimpleNamespace(world=world)), build("mae")
-    assert net.gradient_as_bucket_view and not net.broadcast_buffers
-    net(images[2 * rank:2 * rank + 2], noise[2 * rank:2 * rank + 2])[0].backward()
-    alone(images, noise)[0].backward()
-    for a, b in zip(net.parameters(), alone.parameters()):
-        assert not a.requires_grad or torch.allclose(a.grad, b.grad, atol=1e-5)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("world, work", [(3, train_under_ddp), (2, compile_under_ddp)])
-def test_several_processes_are_one(world, work):
+@pytest.mark.parametrize("world, compiled", [(3, False), (2, True)])
+def test_several_processes_are_one(world, compiled):
+    """Two steps of each method, against one process without DDP and without compile."""
     port = 29_000 + torch.randint(9_000, ()).item()
-    torch.multiprocessing.start_processes(work, (port, world), world, start_method="fork")
+    torch.multiprocessing.start_processes(train_under_ddp, (port, world, compiled), world,
+                                          start_method="fork")
 
 
 @pytest.mark.parametrize("name, options, checkpointing", [
     ("mae", {}, False), ("mae", {}, True), ("crossmae", {}, False), ("crossmae", {}, True),
     ("hypermae", {}, False), ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
     ("minr", dict(hypernetwork="transinr"), False),
-    ("imae", dict(teacher=dict(dim=12, depth=1, heads=2)), False)])
+    ("imae", dict(teacher=TEACHER), False)])
 def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
     """Without graph breaks, and once: other data, masks and mixing weights need no new graph."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = build(name, depth=1, **options)
-    net = train.wrap(model, SimpleNamespace(grad_checkpointing=checkpointing, compile=True),
-                     SimpleNamespace(world=1))
+    args = SimpleNamespace(grad_checkpointing=checkpointing, compile=True, world=1)
+    net = train.wrap(model, args)
     for seed in range(3):
         images, noise = images_and_noise()
         images, noise = images + seed, noise.roll(seed, 1)
@@ -379,6 +433,20 @@ def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
         assert torch.allclose(*losses, atol=1e-6)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_defaults_are_the_papers():
+    """CrossMAE A.6, HyperMAE Table 3, i-MAE on CIFAR. (MINR: in its own file.)"""
+    sizes = dict(dim=16, depth=1, heads=1)
+    model = METHODS["crossmae"](**sizes)
+    assert len(model.decoder_blocks) == 12 and model.mask_token.shape[2] == 512
+    assert model.decoder_blocks[0].cross_attn.heads == 16 and model.prediction_ratio == 0.75
+    model = METHODS["hypermae"](**sizes)
+    assert model.weight_tokens.shape == (16, 16) and len(model.feat2w_blocks) == 4
+    assert len(model.paco_mlp) == 5 and model.modulated_layer == 1 and model.loss_on == "masked"
+    assert model.paco_mlp[1].weight.shape == (256, 256) and model.T.shape == (256, 16)
+    model = METHODS["imae"](32, 2, **sizes)
+    assert model.encoder.num_patches == 256 and not model.norm_pix_loss and model.beta == 1.0
 
 
 def giga_macs(function, *args):
