@@ -5,9 +5,9 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 supplementary material. Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees the visible patches of a weighted sum of two images. One linear layer for each
-image maps the latent to the input of a shared MAE decoder, which predicts that image: branch 1
-predicts the subordinate one (of the smaller weight), branch 2 the dominant one. Distillation pulls
-each branch towards the latent that a frozen MAE, the teacher, has of that image unmixed.
+image maps the latent to the input of a shared MAE decoder, which predicts that image: branch 1 the
+subordinate one (of the smaller weight), branch 2 the dominant one. Distillation pulls each branch
+towards the latent that a frozen MAE, the teacher, has of that image unmixed.
 
     B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
     a the weight of the first image (Algorithm 1's alpha), x_1 the subordinate and x_2 the dominant

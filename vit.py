@@ -266,8 +266,8 @@ class ViT(nn.Module):
         if exact and ((noise == 0) | (noise == 1)).all():
             shown, K = (noise == 0).sum(1), visible_count(L, mask_ratio)
             if (shown != K).any():
-                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, mask_ratio "
-                                 f"{mask_ratio} shows {K}")
+                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
+                                 f"mask_ratio {mask_ratio} shows {K}")
         return masking(noise.float(), mask_ratio)
 
     def fixed_noise(self, images):

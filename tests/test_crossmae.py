@@ -148,8 +148,7 @@ def test_contributions_add_up(options):
 def test_heat_map():
     """Largest weight white or black, 0 grey, a row a decoder block."""
     model, (images, _) = build("crossmae"), images_and_noise()
-    with torch.no_grad():
-        model.wfm["linear"].weight.copy_(torch.tensor([[0.0, 1.0, -2.0], [2.0, 0.5, 0.0]]))
+    model.wfm["linear"].weight.data = torch.tensor([[0.0, 1.0, -2.0], [2.0, 0.5, 0.0]])
     heat = model.figures(images)["map_weights"]
     seen = denormalize(heat[0], model)[0]
     wanted = torch.tensor([[0.5, 0.75, 0.0], [1.0, 0.625, 0.5]])

@@ -1,5 +1,3 @@
-"""MAE's options for CrossMAE's studies: inter-block attention, and what its decoder attends to."""
-
 import pytest
 import torch
 

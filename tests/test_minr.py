@@ -136,8 +136,6 @@ def test_replay_takes_other_fixtures(name, config):
     grads = ours["grads"]
     assert ours["pred"].shape == (2, 5, 7, 3) and grads.keys() == {*state, "weight_tokens"}
     assert all(grads[k].shape == v.shape for k, v in state.items())
-    dead = f"hyponet.params_dict.linear_wb{modulated[0]}" if name == "ginr" else None
-    assert not dead or not grads[dead][:-1].any() and grads[dead][-1].any()
 
 
 @pytest.mark.parametrize("kind, groups, sigma", [("ginr", 256, 128.0), ("transinr", 64, 1024.0)])

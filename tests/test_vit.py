@@ -36,11 +36,18 @@ def test_patchify_order():
 
 
 def test_normalize_and_back():
+    """Pictures by channel; patches each by its own mean and unbiased variance."""
     pictures = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
     images = normalize(pictures, MAE)
     assert torch.allclose(denormalize(images, MAE), pictures / 255, atol=1e-6)
     assert images[0, 1, 2, 3] == pytest.approx((pictures[0, 1, 2, 3] / 255 - 0.456) / 0.224)
     assert denormalize(images * 100, MAE).aminmax() == (0, 1)
+    patches = 3 + 5 * torch.randn(2, 4, 48)
+    normal, mean, std = normalize_patches(patches)
+    assert torch.allclose(normal.mean(-1), torch.zeros(2, 4), atol=1e-5)
+    assert torch.allclose(normal.var(-1, unbiased=True), torch.ones(2, 4), atol=1e-5)
+    assert torch.allclose(normal * std + mean, patches, atol=1e-5)
+    assert not normalize_patches(torch.ones(1, 1, 48))[0].any()        # a flat patch stays finite
 
 
 def test_sincos_against_the_formula():
@@ -104,15 +111,6 @@ def test_patterns_of_noise():
     assert alike["block"] > 0.85 > 0.55 > alike["random"]
     with pytest.raises(ValueError, match="'stripes' is not one of random, grid, block"):
         mask_noise("stripes", 1, (4, 4))
-
-
-def test_normalized_patches():
-    patches = 3 + 5 * torch.randn(2, 4, 48)
-    normal, mean, std = normalize_patches(patches)
-    assert torch.allclose(normal.mean(-1), torch.zeros(2, 4), atol=1e-5)
-    assert torch.allclose(normal.var(-1, unbiased=True), torch.ones(2, 4), atol=1e-5)
-    assert torch.allclose(normal * std + mean, patches, atol=1e-5)
-    assert not normalize_patches(torch.ones(1, 1, 48))[0].any()        # a flat patch stays finite
 
 
 def vit(**options):
