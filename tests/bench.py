@@ -6,7 +6,7 @@
 A method may have its own arguments after colons, and batch_size, amp, compile, grad_checkpointing,
 as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training steps
 (train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the methods in
-turn. The columns:
+turn. Below them, the attention that torch takes for the first one. The columns:
 
     img/s, ms/step   of that median
     GiB              most memory at once: weights, optimiser and batch, and what a step allocates
@@ -14,9 +14,9 @@ turn. The columns:
     TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits
     time, memory     an image and in all, over the first row's of that image size
 
-With --data, a folder with class folders in train/ and val/, two rows instead: what the project's
-input pipeline and torchvision's ImageFolder with the same transforms decode in img/s a worker, in
-turn; then an epoch of the method, to see what share of it is spent waiting for pictures.
+With --data, a folder of pictures, two rows instead: what the project's input pipeline and
+torchvision's ImageFolder with the same transforms, of PIL, decode in img/s a worker, in turn; then
+an epoch of each method, to see what share of it is spent waiting for pictures.
 """
 
 import argparse
@@ -45,8 +45,8 @@ from torchvision import transforms
 from tqdm import tqdm
 
 import train
-from train import METHODS, knobs
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, pair
+from train import METHODS, knobs, number, numbers
+from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, normalize, pair
 
 PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
@@ -89,16 +89,25 @@ def allocated_by(function, device):
     return max(itertools.accumulate(sizes), default=0)
 
 
+def attention(B, heads, N, D, args):
+    """What torch computes the attention of N tokens with on this device."""
+    if args.device.type != "cuda":
+        return args.device.type.upper()
+    q = torch.empty(B, heads, N, D // heads, dtype=args.dtype, device=args.device,
+                    requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q)).name
+
+
 class Case:
     """A model, its optimiser and a batch: `step()` is a training step."""
 
-    def __init__(self, spec, args, img_size, procs):
+    def __init__(self, spec, args, img_size):
         name, *options = spec.split(":")
         if name not in METHODS:
             raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
         cls, own = METHODS[name], {k: getattr(args, k) for k in OWN}
-        if sizes["dim"] <= SIZES["tiny"]["dim"]:           # as train.py
+        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # as train.fill
             own |= {k: v for k, v in cls.small.items() if k in knobs(cls)}
         for option in options:
             key, _, value = option.partition("=")
@@ -115,23 +124,31 @@ class Case:
                              f"{' '.join(DTYPES)}")
         self.args = SimpleNamespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            **{k: own.pop(k) for k in OWN}})
+            "device": args.device, **{k: own.pop(k) for k in OWN}})
+        train.start_processes(self.args)
+        self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
+        self.device, self.dtype = self.args.device, self.args.dtype
         torch.manual_seed(0)
         try:
-            self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(procs.device)
+            self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(self.device)
         except TypeError as error:                         # a word for a number
             raise ValueError(f"{spec}: {error}") from None
-        self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
-        self.device, self.dtype = procs.device, train.amp_dtype(self.args.amp, procs.device)
+        seen, attn = [], self.model.encoder.blocks[0].attn
+        hook = attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
         with torch.no_grad():
             self.macs = count_flops(lambda: self.model(*self.batch(1))) / 2
+        hook.remove()
+        self.attention = attention(self.batch_size, attn.heads, *seen[0][1:], self.args)
         one, two = (count_flops(lambda: self.model(*self.batch(B))[0].backward()) for B in (1, 2))
         self.flops = one + (self.batch_size - 1) * (two - one)         # some work is once a batch
         self.model.zero_grad()
-        groups = train.weight_decay_groups(self.model, self.args.weight_decay)
-        self.optimizer = train.make_optimizer(self.args, groups, procs)
-        self.scaler = torch.amp.GradScaler(procs.device.type, enabled=self.dtype is torch.float16)
-        self.net = train.wrap(self.model, self.args, procs)
+        decay = [p for p in self.model.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.requires_grad and p.ndim <= 1]
+        self.optimizer = train.make_optimizer(self.args, [
+            dict(params=decay, weight_decay=self.args.weight_decay),
+            dict(params=others, weight_decay=0.0)])
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+        self.net = train.wrap(self.model, self.args)
         self.inputs = self.batch(self.batch_size)
 
     def batch(self, B):
@@ -144,11 +161,10 @@ class Case:
 
     def step(self):
         """Loss of a step, a number, when all of it is done."""
-        loss = train.train_step(self.net, self.optimizer, self.scaler, iter([self.inputs]),
-                                self.args, self.dtype)["loss"]
+        metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, self.args)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return loss.item()
+        return metrics["loss"].item()
 
     def memory(self):
         """Bytes: what there is between steps, and what a step allocates at most."""
@@ -157,18 +173,27 @@ class Case:
         return sum(kept.values()) + allocated_by(self.step, self.device)
 
 
-def measure(cases, args, device):
+def measure(cases, args):
     """Rows, dicts, of the cases, the first of which the ratios refer to."""
+    compiled = any(case.args.compile for case in cases)
+    if compiled:                                           # or the ninth graph would run uncompiled
+        config = torch._dynamo.config
+        new = hasattr(config, "recompile_limit")
+        setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
     for case in cases:
         for _ in range(args.warmup):
             case.step()
     memory = [case.memory() for case in cases]
+    graphs = torch._dynamo.utils.counters["stats"].copy() if compiled else None
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
     for i in tqdm(range(args.steps), str(cases[0].img_size), leave=False, disable=None):
         for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
             began = time.perf_counter()
             losses[k] = cases[k].step()
             seconds[k].append(time.perf_counter() - began)
+    if compiled and torch._dynamo.utils.counters["stats"] != graphs:
+        print("note    torch compiled again while it was measured: a higher --warmup is needed")
+    device = cases[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
     rows = []
@@ -188,30 +213,34 @@ def measure(cases, args, device):
     return rows
 
 
-def pipeline(args, procs, img_size):
+class AnyFolder(torchvision.datasets.ImageFolder):
+    """ImageFolder of all pictures in a folder, as of one class."""
+
+    def find_classes(self, directory):
+        return [""], {"": 0}
+
+
+def pipeline(args, img_size):
     """Rows of the two input pipelines, in img/s a worker, and the ratio of the project's to
     torchvision's."""
     files, targets, classes = train.list_folder(Path(args.data))[0]
-    if not classes:
-        raise ValueError(f"--data {args.data} has no class folders in train/, which torchvision's "
-                         f"ImageFolder needs")
     n = max(args.steps, 2) * args.batch_size               # as often as it takes
-    ids = torch.arange(n).remainder(len(files)).view(-1, args.batch_size)
-    options = SimpleNamespace(crop=0.2, flip=True, workers=args.workers)
-    feed = train.Feed(train.Split(files, torch.tensor(targets), classes), options, procs,
-                      train.crop_transform(img_size, options))
-    theirs = torchvision.datasets.ImageFolder(Path(args.data, "train"), transforms.Compose([
+    ids = torch.arange(n).remainder(len(files)).split(args.batch_size)
+    options = SimpleNamespace(crop=0.2, flip=True, workers=args.workers, device=args.device, amp="auto")
+    train.start_processes(options)
+    split = train.Split(files, targets, classes, train.crop_transform(img_size, options))
+    theirs = AnyFolder(Path(args.data, "train" if classes else ""), transforms.Compose([
         transforms.RandomResizedCrop(img_size, (0.2, 1),
                                      interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]))
-    loader = DataLoader(theirs, batch_sampler=ids.tolist(), num_workers=args.workers,
-                        persistent_workers=args.workers > 0)
+    loader = DataLoader(theirs, batch_sampler=[part.tolist() for part in ids],
+                        num_workers=args.workers, persistent_workers=args.workers > 0)
     model, seconds = SimpleNamespace(mean=IMAGENET_MEAN, std=IMAGENET_STD), ([], [])
 
     def ours():
-        for pictures, _ in feed(ids, 0):
-            train.normalize(pictures, model)               # which ToTensor and Normalize do there
+        for pictures, _ in train.load_pictures(split, ids, options):
+            normalize(pictures, model)                     # which ToTensor and Normalize do there
 
     for _ in range(1 + args.rounds):                       # the first one starts the workers
         for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
@@ -219,81 +248,88 @@ def pipeline(args, procs, img_size):
             run()
             times.append(time.perf_counter() - began)
     seconds = [times[1:] for times in seconds]
-    return [{"pipeline": name, "workers": args.workers, "images": n,
+    return [{"pipeline": name, "image": "x".join(map(str, img_size)), "workers": args.workers,
+             "images": n,
              "img/s a worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
              "speed": statistics.median(b / a for a, b in zip(times, seconds[1]))}
             for name, times in zip(("train.py", "torchvision"), seconds)]
 
 
-def epoch_of(method, args):
+def epoch_of(spec, img_size, args):
     """The line of the log of an epoch of train.py on --data."""
+    method, *options = spec.split(":")
     words = ["--method", method, "--data", args.data, "--epochs", "1", "--warmup_epochs", "0",
-             "--eval_images", "8", "--img_size", ",".join(map(str, pair(args.img_size[0])))]
+             "--eval_images", "8", "--img_size", ",".join(map(str, img_size)),
+             "--patch_size", ",".join(map(str, pair(args.patch_size or 16)))]
     for name in ("size", "dim", "depth", "heads", "batch_size", "workers", "amp", "device"):
         value = getattr(args, name)
         words += [] if value is None else [f"--{name}", str(value)]
-    words += ["--patch_size", ",".join(map(str, pair(args.patch_size or 16)))]
     words += [f"--{name}" for name in ("compile", "grad_checkpointing") if getattr(args, name)]
+    for name, _, value in (option.partition("=") for option in options):
+        words += {"True": [f"--{name}"], "False": [f"--no-{name}"]}.get(value, [f"--{name}", value])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         return train.main([*words, "--runs", folder])
 
 
+def run(args):
+    """Measure, print and return the rows of a parsed command line."""
+    if args.jpegs == 1 or args.jpegs and not args.data:
+        raise ValueError(f"--jpegs {args.jpegs} is less than 2, or has no --data FOLDER to go to")
+    device = SimpleNamespace(device=args.device, amp=args.amp)
+    train.start_processes(device)
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {device.device}, "
+          f"{torch.get_num_threads()} threads, {device.dtype}")
+    rows, more = [], []
+    if args.jpegs:
+        make_jpegs(Path(args.data), args.jpegs)
+    for img_size in map(pair, args.img_size):
+        if args.data:
+            rows += pipeline(args, img_size)
+            epochs = {spec: epoch_of(spec, img_size, args) for spec in args.method or ["mae"]}
+            more += [f"{spec}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting"
+                     for spec, row in epochs.items()]
+            continue
+        cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
+        rows += measure(cases, args)
+        more = [f"attention: {cases[0].attention}"]
+        few = min(case.batch_size for case in cases)
+        if few < 256 and cases[0].device.type == "cuda":
+            more.append(f"note    batches of {few} measure how fast kernels are launched, not the "
+                        f"GPU: --batch_size 256 or more")
+        del cases
+    print(train.as_table(rows), *more, sep="\n")
+    return rows
+
+
 def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
-    parser = argparse.ArgumentParser("tests.bench", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
+    parser = train.Parser("tests.bench", description=__doc__, allow_abbrev=False,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
+    option, count = parser.add_argument, number(int, 1)
     option("--method", nargs="+", help="(all; with --data: mae)")
     option("--size", choices=SIZES, default="base")
     for part in ("dim", "depth", "heads"):
-        option(f"--{part}", type=int, help="instead of the size's")
-    option("--img_size", nargs="+", type=train.pixels, default=[224], help="or H,W, or several")
-    option("--patch_size", type=train.pixels, help="or H,W (16)")
-    option("--batch_size", type=int, default=16)
+        option(f"--{part}", type=count, help="instead of the size's")
+    option("--img_size", nargs="+", type=numbers, default=[224], help="or H,W, or several")
+    option("--patch_size", type=numbers, help="or H,W (16)")
+    option("--batch_size", type=count, default=16)
     option("--amp", choices=DTYPES, default="auto")
     option("--compile", action="store_true")
     option("--grad_checkpointing", action="store_true")
     option("--device", help="cuda, mps or cpu (the best there is)")
-    option("--steps", type=int, default=20, help="that are measured (20)")
-    option("--warmup", type=int, default=3, help="steps before")
+    option("--steps", type=count, default=20, help="that are measured (20)")
+    option("--warmup", type=number(int, 0), default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
-    option("--jpegs", type=int, default=0, help="write so many into FOLDER before")
-    option("--workers", type=int, default=1, help="of the pipeline")
-    option("--rounds", type=int, default=3, help="of the pipelines in turn")
+    option("--jpegs", type=number(int, 0), default=0, help="write so many into FOLDER before")
+    option("--workers", type=number(int, 0), default=1, help="of the pipeline")
+    option("--rounds", type=count, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)
-    for name, least in dict(steps=1, rounds=1, batch_size=1, warmup=0, workers=0, jpegs=0).items():
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)} is less than {least}")
-    args.method = args.method or (["mae"] if args.data else [*METHODS])
-    if args.data and not (args.method[0] in METHODS
-                          and len(args.method) == len(args.img_size) == 1):
-        raise ValueError("--data takes one plain --method and one --img_size")
-    if args.jpegs and (args.jpegs < 2 or not args.data):
-        raise ValueError(f"--jpegs {args.jpegs} is less than 2, or has no --data FOLDER to go to")
-    procs = train.start_processes(args.device)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
-    print(f"torch {torch.__version__}, {procs.device}, {torch.get_num_threads()} threads, "
-          f"{train.amp_dtype(args.amp, procs.device)}")
-    rows = []
-    if args.data:
-        if args.jpegs:
-            make_jpegs(Path(args.data), args.jpegs)
-        rows = pipeline(args, procs, pair(args.img_size[0]))
-        print(train.as_table(rows))
-        row = epoch_of(args.method[0], args)
-        print(f"{args.method[0]}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
-        return rows
-    for img_size in args.img_size:
-        cases = [Case(spec, args, pair(img_size), procs) for spec in args.method]
-        rows += measure(cases, args, procs.device)
-        del cases
-    print(train.as_table(rows))
-    return rows
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"tests.bench: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main()

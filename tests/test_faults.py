@@ -33,56 +33,51 @@ BASE = {"train": ["--data", "data", "--name", "new", *TINY],
                  *TINY[8:], "--epochs", "1"]}
 COMMANDS = """
 train | --method vae                           | --method ; vae ; crossmae
-train | --depht 3                              | unknown argument --depht ; did you mean --depth?
-train | --k 3                                  | unknown argument --k
-train | --compile yes                          | unknown argument yes
-train | --mask_ratios 0.5                      | --mask_ratios ; did you mean --mask_ratio?
-train | --prediction_ratio 0.5                 | belongs to --method crossmae
-train | --teacher runs/mae/last.pt             | belongs to --method imae
-train | --same_class 1                         | belongs to --method imae
+train | --depht 3                              | --depht
+train | --prediction_ratio 0.5                 | --prediction_ratio
 train | --epochs two                           | --epochs ; two
-train | --epochs -1                            | --epochs -1 is less than 0
+train | --epochs -1                            | --epochs ; -1 is not a number from 0
 train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2 ; --epochs 1
-train | --batch_size 0                         | --batch_size 0 is less than 1
-train | --batch_size 41                        | --batch_size 41 is more than the 40 training
+train | --eval_every 0                         | --eval_every ; 0 is not a number from 1
+train | --batch_size 0                         | --batch_size ; 0 is not a number from 1
+train | --batch_size 41                        | --batch_size 41 ; above the 40 training pictures
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
-train | --workers -1                           | --workers -1 is less than 0
+train | --workers -1                           | --workers ; -1
 train | --seed abc                             | --seed ; abc
-train | --crop 0                               | --crop 0.0 is less than
-train | --crop nan                             | --crop nan
-train | --betas 0.9                            | --betas (0.9,) are not two numbers
-train | --betas 0.9,2.0                        | --betas ; 2.0
+train | --crop 2                               | --crop ; 2 is not a number from 0 to 1
+train | --crop nan                             | --crop ; nan
+train | --betas 0.9                            | --betas 0.9 ; two numbers
+train | --betas 0.9,2.0                        | --betas (0.9, 2.0) ; below 1
 train | --min_lr 0.1                           | --min_lr 0.1 is above the learning rate 0.002
 train | --lr 1e-3 --blr 1e-3                   | --lr 0.001 and --blr 0.001 exclude each other
-train | --lr nan                               | --lr nan
-train | --lr inf                               | --lr inf
-train | --blr inf                              | --blr inf
-train | --weight_decay -1                      | --weight_decay -1.0 is less than 0
-train | --weight_decay inf                     | --weight_decay inf
-train | --clip_grad nan                        | --clip_grad nan
-train | --clip_grad inf                        | --clip_grad inf
-train | --optimizer sgd --momentum 2           | --momentum 2.0 ; 0 ; 1
-train | --momentum 0.5                         | --momentum is nothing to --optimizer adamw
-train | --optimizer sgd --betas 0.9,0.99       | --betas is nothing to --optimizer sgd
-train | --optimizer lion                       | --optimizer lion is not one of adamw adam sgd
-train | --schedule step                        | --schedule step is not one of cosine constant
+train | --lr nan                               | --lr ; nan
+train | --blr inf                              | --blr ; inf
+train | --weight_decay -1                      | --weight_decay ; -1 is not a number from 0
+train | --clip_grad inf                        | --clip_grad ; inf
+train | --optimizer sgd --momentum 2           | --momentum ; 2 is not a number from 0 to 1
+train | --optimizer lion                       | --optimizer ; lion ; adamw
+train | --schedule step                        | --schedule ; step ; cosine
 train | --mask stripes                         | --mask ; stripes ; random
 train | --mask_ratio 0                         | mask_ratio 0.0 shows ; between 0 and 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 shows 0 of 16
-train | --mask_ratio nan                       | --mask_ratio nan is not a finite number
-train | --img_size 0                           | --img_size ; 0
+train | --mask_ratio nan                       | --mask_ratio ; nan
+train | --img_size 0                           | 0 is not a size in pixels, as in 32
+train | --img_size 1.5                         | 1.5 is not a size in pixels
+train | --img_size abc                         | abc is not a size in pixels
+train | --img_size 32,32,32                    | (32, 32, 32) is not a size in pixels
 train | --img_size 32,                         | --img_size ; '32,'
 train | --img_size a,b                         | --img_size ; a,b
-train | --img_size 100001 --patch_size 16      | 100001 ; is not a multiple of patch_size (16, 16)
-train | --img_size 100001 --patch_size 16 --data shapes | img_size ; 100001 ; patch_size (16, 16)
+train | --patch_size 0                         | 0 is not a size in pixels
+train | --img_size 100001 --patch_size 16 --data shapes | img_size ; 100001 ; patch_size ; 16
 train | --patch_size 5                         | img_size (16, 16) ; patch_size (5, 5)
 train | --size giant                           | --size ; giant ; huge
-train | --depth 0                              | --depth 0 is less than 1
+train | --depth 0                              | --depth ; 0 is not a number from 1
 train | --heads 3                              | width 16 is not a multiple of 3 heads
 train | --dim 18                               | dim 18 is not a multiple of 4
-train | --decoder_dim 0                        | decoder_dim ; 0
+train | --decoder_dim 0 --data shapes          | --decoder_dim ; 0
+train | --decoder_heads 0 --data shapes        | --decoder_heads ; 0
+train | --decoder_depth -1 --data shapes       | --decoder_depth ; -1
 train | --decoder_dim 16 --decoder_heads 3     | width 16 is not a multiple of 3 heads
-train | --decoder_depth -1                     | decoder_depth -1
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data text.pt                         | --data text.pt is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 pictures, at least 2
@@ -94,61 +89,60 @@ train | --device cuda:9                        | --device cuda:9 is not there: c
 train | --amp fp8                              | --amp ; fp8 ; bf16
 train | --init nothing.pt                      | there is no checkpoint nothing.pt
 train | --init text.pt                         | text.pt is not a checkpoint
-train | --name a/b                             | --name a/b
+train | --name a/b                             | --name a/b ; --runs
 train | --name ..                              | --name ..
-train | --runs text.pt                         | text.pt/new cannot be written
-train | --name mae                             | runs/mae holds a run ; --resume ; --overwrite
+train | --runs text.pt                         | text.pt/new
+train | --name mae --data shapes               | runs/mae holds a run ; --resume ; --overwrite
 train | --resume --overwrite                   | --resume and --overwrite exclude each other
-train | --name mae --resume --depth 1          | runs/mae cannot be resumed ; depth 2, not 1
+train | --name mae --resume --depth 1          | runs/mae/last.pt cannot be resumed ; depth 2, not 1
 train | --name mae --resume --optimizer sgd    | cannot be resumed ; optimizer adamw, not sgd
 train | --name tuned --resume                  | cannot be resumed ; method classifier, not mae
-train | --method crossmae --feature_maps 9     | feature_maps ; 9 ; from 0 to 1
+train | --method crossmae --feature_maps 9     | feature_maps 9 ; from 0 to 1
 train | --method crossmae --feature_maps last --softmax_weights | feature_maps last ; excludes
 train | --method crossmae --prediction_ratio 0.9 | prediction_ratio 0.9 ; at most mask_ratio 0.75
-train | --method crossmae --prediction_ratio 0 | prediction_ratio 0.0 is not above 0
-train | --method crossmae --decoder_depth 0    | decoder_depth 0 is less than 1
+train | --method crossmae --decoder_depth 0    | decoder_depth ; 0
 train | --method hypermae --modulated_layer 7  | modulated_layer 7 is not between 0 and mlp_depth 6
 train | --method hypermae --shared_blocks 3    | shared_blocks 3 is not between 0 and
-train | --method hypermae --pe_sigma inf       | pe_sigma inf
+train | --method hypermae --pe_sigma inf       | --pe_sigma ; inf
 train | --method hypermae --loss_on some       | loss_on some is not masked or all
 train | --method minr --pixel_fraction 0       | pixel_fraction 0.0 is not above 0 and at most 1
 train | --method minr --hypernetwork transinr --groups 5 | groups 5 do not divide
 train | --method minr --modulated_layers 9     | modulated_layers (9,) are not layers from 0 to 4
-train | --method imae --same_class 2           | --same_class 2.0 is not between 0 and 1
+train | --method imae --same_class 2           | --same_class ; 2 is not a number from 0 to 1
 train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders
-train | --method imae --mix 3                  | --mix 3.0 is not between 0 and 1
-train | --method imae --mix 0.3 --beta 0.5     | --mix 0.3 ; --beta 0.5
+train | --method imae --mix 3                  | --mix ; 3 is not a number from 0 to 1
+train | --method imae --beta 0                 | beta 0.0 is not above 0
 train | --method imae --branches 3             | branches 3 is not 1 or 2
 train | --method imae --distill_weight 1       | distill_weight 1.0 needs a teacher: --teacher FILE
-train | --method imae --distill_weight inf     | distill_weight inf
 train | --method imae --teacher gone.pt        | there is no checkpoint gone.pt
-train | --method imae --teacher runs/cross/last.pt | --teacher runs/cross/last.pt is not an MAE
-train | --method imae --teacher runs/student/last.pt | runs/student/last.pt is not an MAE
+train | --method imae --teacher runs/cross/last.pt | the teacher is not an MAE
+train | --method imae --teacher runs/student/last.pt | the teacher is not an MAE
 train | --method imae --teacher runs/mae/last.pt --patch_size 8 | (4, 4), this model (8, 8)
 train | --method imae --teacher runs/mae/last.pt --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval                                 | --eval ; argument
 eval  | --eval gone.pt                         | there is no checkpoint gone.pt
-eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt is of method classifier ; mae
+eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt ; train.py
 eval  | --mask_ratios 2                        | mask_ratio 2.0 shows ; between 0 and 1
-eval  | --mask_ratios nan                      | --mask_ratios nan is not a finite number
-eval  | --eval_images 0                        | --eval_images 0 is less than 1
-eval  | --size tiny                            | --size does not go with --eval: the checkpoint
-eval  | --epochs 3                             | unknown argument --epochs
+eval  | --mask_ratios nan                      | --mask_ratios ; nan
+eval  | --eval_images 0                        | --eval_images ; 0 is not a number from 1
 tune  | --mode probe                           | --mode ; probe ; linear
-tune  | --checkpoint nothing.pt                | there is no checkpoint nothing.pt
 tune  | --checkpoint data                      | no checkpoint data
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
 tune  | --data flat                            | --data flat has no labels: give class folders
-tune  | --dim 32                               | runs/mae/last.pt does not fit: ; here (1, 1, 32)
-tune  | --mask_ratio 0.5                       | --mask_ratio ; belongs to --method mae
-tune  | --layer_dacay 1                        | did you mean --layer_decay?
+tune  | --dim 32                               | runs/mae/last.pt does not fit: ; here (32,
+tune  | --mask_ratio 0.5                       | --mask_ratio
+tune  | --labels 1.5                           | --labels ; 1.5 is not a number from 0 to 1
+tune  | --labels nan                           | --labels ; nan
 tune  | --mix_ratio 0.3 --mixup 1              | --mix_ratio 0.3 needs --mixup 0
-tune  | --mixup inf                            | --mixup inf
+tune  | --mix_ratio 2                          | --mix_ratio ; 2 is not a number from 0 to 1
+tune  | --mixup inf                            | --mixup ; inf
 tune  | --randaug 99                           | --randaug 99 is more than 30
-tune  | --erasing -1                           | --erasing -1.0 is not between 0 and 1
+tune  | --erasing -1                           | --erasing ; -1 is not a number from 0 to 1
+tune  | --smoothing 2                          | --smoothing ; 2 is not a number from 0 to 1
+tune  | --drop_path 2                          | --drop_path ; 2 is not a number from 0 to 1
 tune  | --pool max                             | --pool ; max ; token
-tune  | --k 0 --mode knn                       | --k 0 is less than 1
-tune  | --batch_size 64                        | --batch_size 64 is more than the 40
+tune  | --k 0 --mode knn                       | --k ; 0 is not a number from 1
+tune  | --batch_size 64                        | --batch_size 64 ; above the 40
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
 
@@ -202,7 +196,7 @@ def test_wrong_command_lines_in_processes(desk):
     assert code == 2 and len(lines) == 1 and "--mode linear needs --checkpoint" in lines[0]
     words = [*BASE["train"], "--data", "two", "--batch_size", "2"]     # more than pictures
     code, lines = ended(fork(torchrun, script, "train.py", *words))
-    assert code != 0 and any("--batch_size 2 is more than the 1 training" in line for line in lines)
+    assert code != 0 and any("above the 1 training pictures" in line for line in lines)
     assert not (desk / "runs/new").exists()
 
 
@@ -221,10 +215,6 @@ def test_an_error_of_one_rank_ends_all(desk):
 class Payload:
     def __reduce__(self):
         return Path("ran").touch, ()                       # the code that must not run
-
-
-def without(content, name):
-    return {key: value for key, value in content.items() if key != name}
 
 
 def with_weight(content, change):
@@ -253,20 +243,10 @@ BROKEN = {  # from the bytes and the content of a good one: other bytes or conte
     "number": (lambda file, c: {"model": 3}, ALL),
     "no weights": (lambda file, c: {"model": {}}, ALL),
     "other names": (lambda file, c: {"epoch": 3, "state_dict": c["model"]}, ALL),
-    "pickled code": (lambda file, c: pickle.dumps({"model": Payload()}), ALL),
+    "pickled code": (lambda file, c: pickle.dumps({"model": Payload()}, 2), ALL),
     "code": (lambda file, c: {**c, "extra": Payload()}, ALL),
-    "shape": (lambda file, c: with_weight(c, lambda x: x[..., :8]), ALL),
-    "nan": (lambda file, c: with_weight(c, lambda x: x * math.nan), ALL),
-    "no config": (lambda file, c: without(c, "config"), ALL),
-    "config of no dict": (lambda file, c: {**c, "config": 3}, ALL),
-    "no flags": (lambda file, c: without(c, "flags"), "resume eval checkpoint"),
-    "no history": (lambda file, c: without(c, "history"), "resume"),
-    "no optimizer": (lambda file, c: without(c, "optimizer"), "resume"),
-    "empty optimizer": (lambda file, c: {**c, "optimizer": {"state": {}}}, "resume"),
-    "argument": (lambda file, c: {**c, "config": {**c["config"], "gan": 1}}, "resume eval"),
-    "weight": (lambda file, c: {**c, "model": without(c["model"], "mask_token")}, "resume eval"),
-    "method": (lambda file, c: {**c, "method": "gan"}, "resume eval teacher"),
-    "classifier": (lambda file, c: Path("runs/tuned/last.pt").read_bytes(), "resume eval teacher")}
+    "shape": (lambda file, c: with_weight(c, lambda x: x[..., :8]), "init checkpoint"),
+    "classifier": (lambda file, c: Path("runs/tuned/last.pt").read_bytes(), "resume eval")}
 CASES = [(name, reader) for name in BROKEN for reader in BROKEN[name][1].split()]
 
 
@@ -282,33 +262,6 @@ def test_broken_checkpoints(desk, refused, name, reader):
     before, (kind, words) = listing(desk), READERS[reader]
     refused(MAINS[kind], [*BASE[kind], *words], "runs/bad", *["code"] * ("code" in name))
     assert listing(desk) == before
-
-
-def flip_bits(desk, seeds):
-    """Bits anywhere, half of them in what is not the weights: refused, or they change nothing."""
-    whole, good = Path("runs/mae/last.pt").read_bytes(), train.load("runs/mae/last.pt").state_dict()
-    start = whole.index(b"data.pkl")
-    end = whole.index(b"PK", start)
-    for seed in seeds:
-        r, file = random.Random(seed), bytearray(whole)
-        at = r.randrange(len(whole)) if seed % 2 else r.randrange(start, end)
-        file[at] ^= 1 << r.randrange(8)
-        Path("flipped.pt").write_bytes(file)
-        try:
-            assert same(train.load("flipped.pt").state_dict(), good)
-        except ValueError as error:
-            assert "flipped.pt" in str(error), (seed, at)
-        except Exception as error:
-            pytest.fail(f"seed {seed}, byte {at}: {error!r}"[:300])
-
-
-def test_flipped_bits(desk):
-    flip_bits(desk, range(20))
-
-
-@pytest.mark.slow
-def test_more_flipped_bits(desk):
-    flip_bits(desk, range(20, 320))
 
 
 # ---------------------------------------------------------------------------------------- pictures
@@ -362,9 +315,9 @@ def write_unreadable(folder):
 def test_pictures_are_converted(tmp_path):
     for path, colours in write_readable(tmp_path, 16).items():
         picture = train.read_picture(path)
-        assert picture.mode == "RGB" and (picture.size == (16, 16) or path.stem == "point")
+        assert picture.shape == (3, 16, 16) or path.stem == "point"
         for x, colour in zip((0.2, 0.8), colours):
-            got = picture.getpixel((int(x * picture.width), picture.height // 2))
+            got = picture[:, picture.shape[1] // 2, int(x * picture.shape[2])].tolist()
             assert np.abs(np.subtract(got, colour)).max() < 12, (path.name, got, colour)
 
 
@@ -379,18 +332,20 @@ def test_unreadable_pictures_are_replaced(tmp_path, monkeypatch, capfd, side, wo
     train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", *words])
     said = "".join(capfd.readouterr()).splitlines()
     assert [sum(str(path) in line for line in said) for path in bad] == [1] * len(bad)
-    rows = [json.loads(line) for line in open("runs/mae/log.jsonl")]
-    assert all("replaced" in row for row in rows) and rows[0]["replaced"] == len(bad)
+    rows = [json.loads(line) for line in open("runs/mae_data/log.jsonl")]
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
 @pytest.mark.parametrize("words", [[], ["--img_size", "16"]])
-def test_nothing_but_unreadable_pictures(tmp_path, monkeypatch, refused, words):
+def test_nothing_but_unreadable_pictures(tmp_path, monkeypatch, capsys, words):
     monkeypatch.chdir(tmp_path)
     for part in ("train", "val"):
         write_unreadable(Path("bad", part, "a"))
         Path("bad", part, "a/locked.png").unlink()
-    refused(train.main, ["--data", "bad", *TINY, "--batch_size", "1", *words], "--data bad")
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--data", "bad", *TINY, "--batch_size", "1", *words])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 4 and "none of 3 pictures can be read" in said[-1]
     assert not Path("runs").exists()
 
 
@@ -402,9 +357,9 @@ def test_pictures_over_the_limit_of_pil(tmp_path, monkeypatch, capfd, side):
     for part in ("train", "val"):
         write_pictures(Path("data", part), "ab", 8)
     halves(side).save("data/train/a/large.png")
-    row = train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", "--batch_size", "1"])
+    train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", "--batch_size", "1"])
     said = "".join(capfd.readouterr()).splitlines()
-    assert row["replaced"] == sum("large.png" in line for line in said) == (side == 40)
+    assert sum("large.png" in line for line in said) == (side == 40)
 
 
 # ------------------------------------------------------------------------------------------- kills
@@ -413,8 +368,8 @@ def alike(name, other="straight"):
     """Whether two runs are: weights, the optimiser's state and log.jsonl, timing aside."""
     for a, b in zip(*([json.loads(line) for line in open(f"runs/{n}/log.jsonl")]
                       for n in (name, other)), strict=True):
-        assert {k: v for k, v in a.items() if k not in ("img_s", "wait")} == {
-            k: v for k, v in b.items() if k not in ("img_s", "wait")}
+        assert a.keys() >= b.keys() - {"save_s"}            # a resumed run does not know its own
+        assert all(a[k] == b[k] for k in a if k != "img_s" and k != "wait" and not k.endswith("_s"))
     a, b = (train.read(f"runs/{n}/last.pt") for n in (name, other))
     assert a["epoch"] == b["epoch"] and same(a["model"], b["model"])
     a, b = (content["optimizer"]["state"] for content in (a, b))
@@ -474,14 +429,14 @@ def die(*inputs, **more):
 @pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (os, "replace"),
                                          (json, "dumps")])
 def test_a_kill_while_a_file_is_written(words, monkeypatch, owner, name):
-    """Of the last epoch, which is done again by whoever resumes."""
+    """Of the last epoch, which is done again by whoever resumes, or just its row in log.jsonl."""
     train.main([*map(str, words("straight", 3))])
     with monkeypatch.context() as patch:
         counts = ((lambda row: 3 * (row["epoch"] == 3)) if owner is json else
                   lambda file: "last.pt" in str(file.name))
         replace_third_call(patch, owner, name, die, counts)
         assert ended(fork(script, "train.py", *words("killed", 3)))[0] == -signal.SIGKILL
-    assert train.read("runs/killed/last.pt")["epoch"] == 2
+    assert train.read("runs/killed/last.pt")["epoch"] == (3 if owner is json else 2)
     assert ended(fork(script, "train.py", *words("killed", 3)))[0] == 0
     alike("killed")
 
@@ -514,17 +469,15 @@ def test_a_kill_of_one_of_two_processes(words):
     alike("again")
 
 
-@pytest.mark.parametrize("number, code, more", [
-    (signal.SIGTERM, 143, []), (signal.SIGINT, 130, []),
-    (signal.SIGINT, 130, ["--workers", "2", "--img_size", "8"])])
-def test_signals_end_a_run_with_one_line(words, number, code, more):
-    """Ctrl-C goes to all processes of the group, workers too (which smaller pictures need)."""
+@pytest.mark.parametrize("more", [[], ["--workers", "2", "--img_size", "8"]])
+def test_ctrl_c_ends_a_run_with_one_line(words, more):
+    """It goes to all processes of the group, workers too (which smaller pictures need)."""
     process = fork(script, "train.py", *words("stopped", 1000), *more)
     for _ in range(200):
         time.sleep(0.05 * (not Path("runs/stopped/last.pt").exists()))
-    os.killpg(process.pid, number) if more else os.kill(process.pid, number)
-    got, lines = ended(process, 5)
-    assert got == code and len(lines) == 1 and "--resume" in lines[0], lines
+    os.killpg(process.pid, signal.SIGINT)
+    code, lines = ended(process, 5)
+    assert code == 130 and len(lines) == 1 and "--resume" in lines[0], lines
     assert train.read("runs/stopped/last.pt")["epoch"] >= 1
 
 
@@ -534,7 +487,7 @@ def full(*inputs, **more):
 
 @pytest.mark.parametrize("kind", ["fsync", "picture", "limit"])
 def test_a_full_disk(words, monkeypatch, kind):
-    """The last checkpoint stays, and a line says where nothing can be written."""
+    """The last checkpoint stays, and a line says what cannot be written."""
     train.main([*map(str, words("full", 2))])
     before = Path("runs/full/last.pt").read_bytes()
 
@@ -546,9 +499,10 @@ def test_a_full_disk(words, monkeypatch, kind):
         if kind != "limit":
             patch.setattr(*(os, "fsync") if kind == "fsync" else (Image.Image, "save"), full)
         code, lines = ended(fork(tight))
-    assert code in (1, 2) and len(lines) == 1 and "runs/full/" in lines[0], lines[-3:]
-    assert Path("runs/full/last.pt").read_bytes() == before
-    assert len(open("runs/full/log.jsonl").readlines()) == (3 if kind == "limit" else 2)
+    said = os.strerror(errno.ENOSPC) if kind == "picture" else "runs/full/"
+    assert code == 2 and len(lines) == 1 and said in lines[0], lines[-3:]
+    assert kind == "picture" or Path("runs/full/last.pt").read_bytes() == before
+    assert train.main([*map(str, words("full", 4))])["epoch"] == 4
 
 
 # ------------------------------------------------------------------------------- not finite numbers
@@ -568,7 +522,7 @@ def losing(monkeypatch, value, first):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, value):
-    """Of 40 steps, named by its number and its rate; the epoch before is there."""
+    """Of 40 steps, named by its number and its rate, before the 21st; the epoch before is there."""
     train.main([*map(str, words("lost", 2))])
     with monkeypatch.context() as patch:
         calls = losing(patch, value, range(4, 999))
@@ -580,10 +534,9 @@ def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, va
                 Path("calls").write_text(str(len(calls)))
         code, lines = ended(fork(work))
     assert code in (1, 2) and len(lines) == 1, lines[-3:]
-    for part in ("epoch 3, step 4 of 40, lr 8.8e-04", "0.125", "runs/lost/last.pt", "--resume",
-                 "--lr", "--clip_grad"):
+    for part in ("epoch 3, step 4 of 40, lr 8.8e-04", "--resume", "--lr", "--clip_grad"):
         assert part in lines[0]
-    assert int(Path("calls").read_text()) < 40 and train.read("runs/lost/last.pt")["epoch"] == 2
+    assert int(Path("calls").read_text()) <= 20 and train.read("runs/lost/last.pt")["epoch"] == 2
 
 
 def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
@@ -597,7 +550,7 @@ def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
             optimizer.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
         return totals
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="weights are not finite "
-                                                       "after epoch 2.*runs/lost/last.pt"):
+                                                       "after epoch 2, step 5, lr"):
         patch.setattr(train, "train_step", breaking)
         train.main([*map(str, words("lost", 4))])
     assert train.read("runs/lost/last.pt")["epoch"] == 1
@@ -618,13 +571,15 @@ def test_a_scale_that_is_too_large(words, monkeypatch):
     assert len(updates) == 1 and 0 < updates.pop() < 15
 
 
-def test_steps_that_the_scaler_skips_are_no_errors(words, monkeypatch):
-    """fp16: until it has found its scale. The weights stay until then, the log is of the others."""
-    calls = losing(monkeypatch, math.inf, range(1, 4))
-    row = train.main([*map(str, words("half", 2)), "--amp", "fp16"])
-    assert len(calls) == 10 and row["epoch"] == 2
-    history = train.read("runs/half/last.pt")["history"]
-    assert all(math.isfinite(value) for row in history for value in row.values())
+def test_out_of_memory_is_one_line(words, monkeypatch, capsys):
+    def too_much(*inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+    monkeypatch.setattr(train, "train_step", too_much)
+    with pytest.raises(SystemExit) as stop:
+        train.main([*map(str, words("large", 2))])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and len(lines) == 1
+    assert all(part in lines[0] for part in ("--accum", "--grad_checkpointing", "--batch_size below 8"))
 
 
 # ------------------------------------------------------------------------------- any valid model
