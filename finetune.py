@@ -16,7 +16,6 @@ Where paper and released code differ, or torchvision does from both, and what is
   6. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
 """
 
-import math
 from pathlib import Path
 
 import torch
@@ -25,9 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (SHARED, Parser, WORDS, add_flags, add_options, crop_batch, crop_transform, describe,
-                   fill, fit, initialize, mean_over_processes, name_run, number, open_data, read,
-                   run, start_processes, val_batches, vit_config)
+from train import (KINDS, SHARED, WORDS, add_flags, add_options, crop_batch, crop_transform, fill,
+                   fit, initialize, make_parser, mean_over_processes, name_run, number, open_data,
+                   read, run, start_processes, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, normalize
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
@@ -36,20 +35,17 @@ FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released 
     mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)
 PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
 LINEAR = dict(  # MAE Table 10, with SGD for LARS
-    FINETUNE, optimizer="sgd", blr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16384, epochs=90,
+    FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
            "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer knows more than another
-SMALL = dict(  # ours, for pictures up to 64 pixels and the micro encoder; the probe keeps its rate
-    batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-WORDS.update(
-    randaug="magnitude of RandAugment, up to 30 (27: the papers' 9 of 10); 0: none",
-    erasing="probability of erasing a rectangle",
-    mixup="a of Beta(a, a), the weights of MixUp; 0: none",
-    cutmix="a of Beta(a, a), the areas of CutMix; 0: none",
-    mix_ratio="weight of each picture in a fixed mixture with another (i-MAE Table 4); 0: no mixing",
-    smoothing="label smoothing", drop_path="stochastic depth of the last block",
-    layer_decay="ratio of a layer's rate to the next layer's")
+SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)    # ours, see train.fill
+MORE_WORDS = dict(
+    WORDS, randaug="magnitude of RandAugment, at most 30 (27: 9 of 10 in the papers); 0: none",
+    erasing="probability of erasing a rectangle", mixup="a of MixUp's Beta(a, a); 0: none",
+    cutmix="a of CutMix's Beta(a, a); 0: none", drop_path="stochastic depth of the last block",
+    mix_ratio="weight of each picture in a fixed mixture with another; 0: no mixing",
+    smoothing="label smoothing", layer_decay="ratio of a layer's rate to the next layer's")
 
 
 class Classifier(nn.Module):
@@ -177,19 +173,21 @@ def finetune(args):
         raise ValueError(f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
     source = read(args.checkpoint, args.heads) if args.checkpoint else {"config": {}, "flags": {}}
     args.data = args.data or source["flags"].get("data", "shapes")
-    path = Path(args.checkpoint or "").absolute()          # runs/NAME/last.pt or a released file
+    path = Path(args.checkpoint or "scratch").absolute()   # runs/NAME/last.pt or a released file
     name = path.parent.name if path.stem == "last" else path.stem
-    data = Path(args.data).resolve().name
-    name_run(args, f"{name}_{args.mode}" if args.checkpoint else f"scratch_{data}")
+    name_run(args, f"{name}_{args.mode if args.checkpoint else Path(args.data).resolve().name}")
     start_processes(args)
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     if not train.classes:
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
+    names = ("patch_size", "in_chans", "dim", "depth", "heads")
+    given = {name: getattr(args, name, None) or source["config"].get(name) for name in names}
+    config = {name: value for name, value in given.items() if value}
+    config = {**vit_config(args, img_size), **config, **SIZES.get(args.size, {})}
+    args.dim = config["dim"]                               # whether it is the micro encoder
     small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
-    if args.dim is None and args.size is None:
-        args.dim = source["config"].get("dim")             # whether it is a micro encoder
     fill(args, {**SHARED, **RECIPES[args.mode]}, small, img_size)
     if args.randaug > 30:
         raise ValueError(f"--randaug {args.randaug} is more than 30")
@@ -199,34 +197,30 @@ def finetune(args):
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
 
     torch.manual_seed(args.seed)
-    names = ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")
-    config = {name: source["config"][name] for name in names if source["config"]}
-    given = {name: getattr(args, name) for name in names[3:] if getattr(args, name)}
-    config = {**(config or vit_config(args, img_size)), **SIZES.get(args.size, {}), **given}
     config.update(
-        img_size=img_size, classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
+        classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
         drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
-        norm="encoder.norm.weight" in source.get("model", {}), 
+        norm="encoder.norm.weight" in source.get("model", {}),
         mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
-    model = Classifier(**config)
-    notes = initialize(model, args.checkpoint) if args.mode != "scratch" else []
-    describe(args, train, val, model.to(args.device), *notes)
+    model = Classifier(**config).to(args.device)
+    if args.mode != "scratch":
+        print(*initialize(model, args.checkpoint), sep="\n")
 
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
-        chance = 100 * val.labels.bincount().max().item() / len(val.labels)
-        print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f}; the "
-              f"largest class has {chance:.2f} of the pictures")
+        largest = 100 * val.labels.bincount().max().item() / len(val.labels)
+        print(f"{args.k} nearest neighbours of {len(train.labels)}: top1 {row['top1']:.2f}, top5 "
+              f"{row['top5']:.2f}; the largest class is {largest:.2f} of the pictures")
         return row
 
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
-    if more and torch.is_tensor(train.pictures):           # picture by picture, in workers
-        train.pictures = train.pictures.cpu()
     streamed = more or train.transform is not None
-    if streamed:
+    if streamed:                                           # picture by picture, in workers
         train.transform = crop_transform(img_size, args, *more)
+        if torch.is_tensor(train.pictures):
+            train.pictures = train.pictures.cpu()
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
 
@@ -242,28 +236,22 @@ def finetune(args):
     def validate():
         model.eval()
         return evaluate(lambda x: model.logits(normalize(x, model)), val, args, img_size)
-
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-    row = fit(args, model, groups, train, prepare, validate, method="classifier", config=config)
-    print(f"log     {Path(args.runs, args.name, 'log.jsonl')}")
-    return row
+    return fit(args, model, groups, train, val, prepare, validate, method="classifier",
+               config=config)
 
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = Parser("finetune.py", add_help=False, allow_abbrev=False)
-    first.add_argument("--mode", choices=RECIPES, default="finetune")
-    recipe = RECIPES[first.parse_known_args(argv)[0].mode]
-    about = f"Fine-tune or probe an encoder. Up to 64 pixels, and of the micro encoder: {SMALL}"
-    parser = Parser("finetune.py", parents=[first], description=about, allow_abbrev=False)
-    option = parser.add_argument_group("encoder and labels").add_argument
+    parser, mode = make_parser("finetune.py", "mode", RECIPES, argv)
+    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels and micro: {SMALL}"
+    option = parser.add_argument
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
-    option("--labels", type=number(float, 0, 1), default=1.0, metavar="R",
-           help="share of each class's training pictures that is used (1)")
+    option("--labels", type=number(float, 0, 1), default=1.0, help="share of each class's (1)")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
-    option("--k", type=number(int, 1), default=20, metavar="N", help="neighbours of --mode knn (20)")
+    option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
-    add_flags(parser, "recipe", {**SHARED, **recipe})
+    add_flags(parser, "recipe", {**SHARED, **RECIPES[mode]}, KINDS, MORE_WORDS)
     return run(parser, finetune, argv)
 
 

@@ -1,17 +1,13 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-From top to bottom: options, data, processes, checkpoints, the loop, evaluation, main. To see how a
-model is trained, read `pretrain`, then `fit` and `train_step`; the others are their helpers.
-
-Each step seeds the generator with (seed, epoch, step) and draws crops, masks and mixing weights for
-the whole batch, of which each process takes its part: so N processes compute what one does, and a
-resumed run what an uninterrupted one would have.
+To see how a model is trained, read `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is
+seeded by (seed, epoch, step) and draws crops, masks and mixing weights for the whole batch, of
+which each process takes its part: N processes compute what one does, resumed runs what others do.
 """
 
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -28,10 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -43,16 +37,20 @@ from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, denormalize, from_released, grid_of,
                  mask_noise, normalize, pair, sizes_of, transfer)
 
+RGB = torchvision.io.ImageReadMode.RGB
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
 # ---------------------------------------------------------------------------------------- options
 
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+KINDS = dict(lr=float, blr=float, optimizer=("adamw", "adam", "sgd"),
+             schedule=("cosine", "constant"))
+WORDS = dict(
+    lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
+    min_lr="where the cosine ends", batch_size="of all processes together",
+    epochs="0 writes the untrained model", warmup_epochs="epochs of linear warm-up",
+    weight_decay="on all but biases and norms", crop="least area of a random crop, 1: no crop")
 
 
 def number(kind, low=-math.inf, high=math.inf):
@@ -76,11 +74,11 @@ def numbers(text):
 
 def add_options(parser):
     """The options that train.py and finetune.py share, but for those of their recipes."""
+    parser.add_argument("-h", "--help", action="help", help="show this and exit")
     option = parser.add_argument_group("data").add_argument
     option("--data", help="shapes, cifar10, cifar100 or a folder, see README (shapes)")
     option("--img_size", type=numbers, help="a side or H,W in pixels (224; small ones keep theirs)")
-    option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), metavar="N",
-           help="processes that read pictures, for each training process (%(default)s)")
+    option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="that decode")
     option("--eval_images", type=number(int, 1), metavar="N", help="validation pictures, at most")
     option = parser.add_argument_group("encoder").add_argument
     option("--size", choices=SIZES, help="(micro)")
@@ -88,14 +86,13 @@ def add_options(parser):
         option(f"--{part}", type=number(int, 1), metavar="N", help="instead of --size's")
     option("--patch_size", type=numbers, help="or H,W (16; an eighth of small pictures)")
     option = parser.add_argument_group("run").add_argument
-    option("--runs", default="runs", help="the folder of all runs (%(default)s)")
+    option("--runs", default="runs", help="the folder of all runs (runs)")
     option("--name", help="of this run's folder (of method and data)")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
     option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints")
     option("--device", help="cuda, mps or cpu (the best there is)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-           help="auto: bf16 on a GPU that has it, fp16 on one that has not, fp32 on a CPU")
+    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
     option("--accum", type=number(int, 1), default=1, metavar="N", help="pieces of a batch (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, help="largest norm (0: no limit)")
     option("--compile", action="store_true", help="torch.compile the model")
@@ -103,31 +100,15 @@ def add_options(parser):
     option("--seed", type=int, default=0)
 
 
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)  # where a recipe does not say
-KINDS = dict(lr=float, blr=float, optimizer=("adamw", "adam", "sgd"),
-             schedule=("cosine", "constant"))
-WORDS = dict(
-    lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
-    min_lr="where the cosine ends", momentum="of sgd", betas="of adamw and adam",
-    weight_decay="on all but biases and norms", batch_size="of all processes together",
-    epochs="0 writes the untrained model", warmup_epochs="epochs of linear warm-up",
-    crop="least area of a random crop, 1: no crop", flip="flip left and right at random")
-
-
-def add_flags(parser, title, values, kinds=KINDS):
-    """A flag for each {name: default} of `values`, parsed by its type or choices in `kinds` or like
-    the default, and None unless given."""
+def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
+    """A flag for each {name: default}, parsed as in `kinds` or like its default, None if absent."""
     option = parser.add_argument_group(title).add_argument
     for name, default in values.items():
-        kind, words = kinds.get(name, type(default)), f"{WORDS.get(name, '')} ({default})"
-        if kind is bool:
-            option(f"--{name}", action=argparse.BooleanOptionalAction, help=words)
-        elif isinstance(kind, tuple):
-            option(f"--{name}", choices=kind, help=words)
-        else:
-            low = 0 if default == 0 or name.endswith("epochs") else 1
-            parse = {int: number(int, low), float: number(float, 0)}.get(kind, numbers)
-            option(f"--{name}", type=parse, metavar="X", help=words)
+        kind, help = kinds.get(name, type(default)), f"{words.get(name, '')} ({default})"
+        low = 0 if default == 0 or name.endswith("epochs") else 1
+        how = {int: dict(type=number(int, low)), float: dict(type=number(float, 0)),
+               bool: dict(action=argparse.BooleanOptionalAction)}.get(kind, dict(type=numbers))
+        option(f"--{name}", **(dict(choices=kind) if isinstance(kind, tuple) else how), help=help)
 
 
 def knobs(cls):
@@ -136,17 +117,15 @@ def knobs(cls):
 
 
 def fill(args, recipe, small, img_size):
-    """Set what was not given on the command line: by the recipe or, for pictures up to 64 pixels
-    and the micro encoder, by `small`. A recipe's lr goes before its blr."""
+    """Set what is None by the recipe or, for pictures up to 64 pixels and the micro encoder, by
+    `small`; lr, if it is in neither, by the linear scaling rule."""
     micro = (args.dim or SIZES[args.size or "micro"]["dim"]) <= SIZES["micro"]["dim"]
     recipe = {**recipe, **small} if micro or max(img_size) <= 64 else recipe
-    if args.lr is not None and args.blr is not None:
-        raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
     for name, value in recipe.items():
         if getattr(args, name) is None and not (name == "lr" and args.blr is not None):
             setattr(args, name, value)
     if args.lr is None:
-        args.lr = args.blr * args.batch_size / 256         # the linear scaling rule
+        args.lr = args.blr * args.batch_size / 256
     if not isinstance(args.betas, tuple) or len(args.betas) != 2:
         raise ValueError(f"--betas {args.betas} are not two numbers as in 0.9,0.95")
     if 0 < args.epochs < args.warmup_epochs:
@@ -155,18 +134,9 @@ def fill(args, recipe, small, img_size):
 
 # ------------------------------------------------------------------------------------------- data
 
-SHAPES = {  # radius of the outline at the angle a
-    "disc": lambda a: torch.full_like(a, 0.85),
-    "ellipse": lambda a: 0.5 / torch.hypot(0.5 * a.cos(), a.sin()),
-    "square": lambda a: 0.75 / torch.maximum(a.cos().abs(), a.sin().abs()),
-    "bar": lambda a: torch.minimum(1 / a.cos().abs(), 0.3 / a.sin().abs()),
-    "triangle": lambda a: 0.5 / (torch.remainder(a, 2 * math.pi / 3) - math.pi / 3).cos(),
-    "half disc": lambda a: torch.where(a > 0, 1, (0.1 / -a.sin()).clamp(max=1)),
-    "wedge": lambda a: torch.where(a.abs() > 0.7, 1.0, 0.1),
-    "star": lambda a: 1.1 / (1 + 1.2 * (2.5 * a).sin().abs()),
-    "flower": lambda a: 0.7 + 0.3 * (4 * a).cos(),
-    "propeller": lambda a: 0.55 + 0.45 * (2 * a).cos(),
-}
+SHAPES = {  # m, q, k of the outline (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q, a the angle (Gielis)
+    "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
+    "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
 
 def draw_shapes(n, img_size, seed):
@@ -176,15 +146,15 @@ def draw_shapes(n, img_size, seed):
     axes = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W), indexing="ij")
     labels = torch.arange(n) % len(SHAPES)
     for label in labels.split(500):
-        def uniform(low, high, *shape):
-            return low + (high - low) * torch.rand(len(label), *shape, 1, 1, generator=g)
-        y, x = (axis - uniform(-0.3, 0.3) for axis in axes)            # (b, H, W) each
-        angle = torch.remainder(torch.atan2(y, x) + uniform(0, 7), 2 * math.pi) - math.pi
-        edge = torch.stack([list(SHAPES.values())[i](a) for i, a in zip(label, angle)])
-        inside = (uniform(0.5, 0.8) * edge - torch.hypot(x, y)) * min(H, W) / 2
+        u = torch.rand(11, len(label), 1, 1, generator=g)              # (b, 1, 1) each
+        y, x = axes[0] + 0.6 * u[0] - 0.3, axes[1] + 0.6 * u[1] - 0.3  # (b, H, W) each
+        m, q, k = torch.tensor([*SHAPES.values()])[label].T[..., None, None]       # (b, 1, 1) each
+        angle = m * (torch.atan2(y, x) + 7 * u[2]) / 4
+        edge = (2 ** (k / 2 - 1) * (angle.cos().abs() ** k + angle.sin().abs() ** k)) ** (-1 / q)
+        inside = ((0.5 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1)[:, None]                   # (b, 1, H, W) soft edge
-        ground, light = uniform(0, 1, 3), uniform(0, 7)
-        colour = (ground + uniform(0.35, 0.65, 3)) % 1                 # far in every channel
+        ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far in every channel
         shade = 0.12 * (x * light.cos() + y * light.sin())[:, None]    # (b, 1, H, W)
         picture = inside * (colour - shade) + (1 - inside) * (ground + shade)
         pictures.append((picture.clamp(0, 1) * 255).round().byte())    # (b, 3, H, W)
@@ -192,12 +162,12 @@ def draw_shapes(n, img_size, seed):
 
 
 def read_picture(file):
-    """An upright RGB picture (3,H,W), uint8: 16 bits become 8, what is transparent white. JPEGs are
-    decoded by torchvision, which is fast, others by PIL. ValueError if the file is none."""
+    """An upright RGB picture (3,H,W), uint8, what is transparent white: JPEGs by torchvision, which
+    is fast, others by PIL. ValueError if the file is none."""
     try:
-        data = read_file(file)
+        data = torchvision.io.read_file(file)
         if data[:2].tolist() == [0xFF, 0xD8]:              # as every JPEG starts
-            return decode_jpeg(data, ImageReadMode.RGB, apply_exif_orientation=True)
+            return torchvision.io.decode_jpeg(data, RGB, apply_exif_orientation=True)
         picture = ImageOps.exif_transpose(Image.open(file))
         if picture.mode.startswith("I"):                   # convert would cut off what is above 255
             picture = picture.point(lambda value: value / 256).convert("L")
@@ -214,45 +184,40 @@ class Split(Dataset):
     -1 for none; names of the classes. With a `transform`, which files need, workers load them."""
 
     def __init__(self, pictures, labels, classes, transform=None):
-        self.pictures, self.labels, self.classes = pictures, torch.as_tensor(labels), classes
-        self.transform, self.loader = transform, None
+        self.pictures, self.labels = pictures, torch.as_tensor(labels)
+        self.classes, self.transform = classes, transform
         self.unreadable = torch.zeros(len(pictures), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, key):
         """Of key (seed, i): picture i, transformed by draws of its own, and its label. A file that
         cannot be read is named once, and the next that can stands in for it."""
-        seed, i = key
-        picture = self.pictures[i]
-        while not torch.is_tensor(picture):
-            try:
-                picture = read_picture(picture)
-            except ValueError as error:
-                if not self.unreadable[i]:
-                    tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
-                self.unreadable[i] = True
-                if self.unreadable.all():
-                    raise ValueError(f"none of {len(self.labels)} pictures can be read") from None
-                i = (i + 1) % len(self.labels)
-                picture = self.pictures[i]
+        (seed, i), n = key, len(self.labels)
+        try:
+            picture = self.pictures[i]
+            picture = picture if torch.is_tensor(picture) else read_picture(picture)
+        except ValueError as error:
+            if not self.unreadable[i]:                     # in no worker
+                tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
+            self.unreadable[i] = True
+            if self.unreadable.all():
+                raise ValueError(f"none of {n} pictures can be read") from None
+            return self[seed, (i + 1) % n]
         torch.manual_seed(hash((seed, i)))
         return self.transform(picture) if self.transform else picture, self.labels[i]
 
 
 def list_folder(root):
-    """(files, labels, classes) of train and of val: class folders in train/ and val/, or any
-    pictures, of which the 5% with the lowest hash of their name are held out for val."""
+    """(files, labels, classes) of train and val: class folders in train/ and val/, or any pictures,
+    of which the 5% with the lowest hash of their name are held out."""
     if not root.is_dir():
         raise ValueError(f"--data {root} is not shapes, cifar10, cifar100 or a folder")
     files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
     endings = torchvision.datasets.folder.IMG_EXTENSIONS
     others = Counter(Path(file).suffix for file in files if not file.lower().endswith(endings))
     if others:
-        print("note    files that are not read:", *(f"{n} {ending}" for ending, n in others.items()))
+        print("note    files that are not read:", *(f"{n} {end}" for end, n in others.items()))
     if (root / "train").is_dir():
-        try:
-            train, val = (torchvision.datasets.ImageFolder(root / k) for k in ("train", "val"))
-        except FileNotFoundError as error:                 # no val/, no class folder, an empty one
-            raise ValueError(f"--data {root} needs class folders in train/ and val/: {error}")
+        train, val = (torchvision.datasets.ImageFolder(root / part) for part in ("train", "val"))
         if train.classes != val.classes:
             raise ValueError(f"--data {root}: the classes of train/ and val/ differ")
         return [([file for file, _ in s.samples], s.targets, s.classes) for s in (train, val)]
@@ -261,9 +226,9 @@ def list_folder(root):
         raise ValueError(f"--data {root} has {len(files)} pictures, at least 2 are needed")
     hashes = [zlib.crc32(os.path.relpath(file, root).encode()) for file in files]
     limit = max(0.05 * 2 ** 32, min(hashes))               # new files move no other
-    train = [file for file, code in zip(files, hashes) if code > limit]
-    val = [file for file, code in zip(files, hashes) if code <= limit]
-    return [(part, [-1] * len(part), []) for part in (train, val)]
+    parts = [[file for file, code in zip(files, hashes) if (code <= limit) == held_out]
+             for held_out in (False, True)]
+    return [(part, [-1] * len(part), []) for part in parts]
 
 
 def middle(picture, img_size, border):
@@ -275,24 +240,20 @@ def middle(picture, img_size, border):
 
 
 def open_data(name, img_size, args):
-    """The train and val Split of `--data name`, and their (H, W). A folder's pictures, if a sample
-    of 50 is not larger than that and all take less than 4 GiB, are kept on the device, like those
-    of the named data sets; others are read again in each epoch."""
+    """The train and val Split of --data, and their (H, W). A folder's pictures are kept on the
+    device if a sample of 50 is not larger and all take less than 4 GiB; else read in each epoch."""
     if name == "shapes":
         img_size = pair(img_size or 32)
         parts = [(*draw_shapes(n, img_size, seed=n), list(SHAPES)) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
-        try:
-            for turn in (args.rank == 0, args.local_rank == 0):        # machines may share data/
-                if turn and not Path("data", kind.base_folder).is_dir():
-                    print(f"downloading {name} to data/", flush=True)
-                    kind("data", download=True)
-                if args.world > 1:
-                    dist.barrier()
-            sets = [kind("data", train=train) for train in (True, False)]
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"--data {name} cannot be downloaded, give a folder instead: {error}")
+        for turn in (args.rank == 0, args.local_rank == 0):            # machines may share data/
+            if turn and not Path("data", kind.base_folder).is_dir():
+                print(f"note    {name} is downloaded to data/ (--data takes a folder too)")
+                kind("data", download=True)
+            if args.world > 1:
+                dist.barrier()
+        sets = [kind("data", train=train) for train in (True, False)]
         parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
     else:
         parts = list_folder(Path(name))
@@ -308,28 +269,25 @@ def open_data(name, img_size, args):
         for k, split in enumerate(splits):
             batches = torch.arange(len(split.labels)).split(1000)
             loaded = load_pictures(split, batches, args)
-            pictures, labels = zip(*tqdm(loaded, "reading", len(batches), leave=False, disable=None))
+            pictures, labels = zip(*tqdm(loaded, "reading", len(batches), False, disable=None))
             parts[k] = torch.cat(pictures), torch.cat(labels).cpu(), split.classes
     train, val = (Split(x.to(args.device).contiguous(), *more) for x, *more in parts)
     return train, val, img_size
 
 
 def load_pictures(split, batches, args, seed=0):
-    """Pictures (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
-    (b,): from memory or from the split's workers, which live as long as it does."""
+    """Pictures (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, which are
+    indices (b,): from memory or, transformed, from workers."""
     if split.transform is None:
         for ids in batches:
             yield split.pictures[ids.to(args.device)], split.labels[ids].to(args.device)
         return
-    n = sum(len(ids) for ids in batches)                   # in pieces, of which all workers get some
+    n = sum(len(ids) for ids in batches)                   # in pieces, some for each worker
     size = min(128, math.ceil(n / max(1, args.workers)))
-    if split.loader is None:
-        how = dict(persistent_workers=True, multiprocessing_context="fork") if args.workers else {}
-        split.loader = DataLoader(split, batch_sampler=[], num_workers=args.workers, **how,
-                                  pin_memory=args.device.type == "cuda")
-    split.loader.batch_sampler[:] = [[(seed, i) for i in piece.tolist()]
-                                     for ids in batches for piece in ids.split(size)]
-    pieces = iter(split.loader)
+    keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(size)]
+    pieces = iter(DataLoader(split, batch_sampler=keys, num_workers=args.workers,
+                             multiprocessing_context="fork" if args.workers else None,
+                             pin_memory=args.device.type == "cuda"))
     for ids in batches:
         parts = [next(pieces) for _ in ids.split(size)]
         yield [torch.cat([x.to(args.device, non_blocking=True) for x in part])
@@ -345,10 +303,8 @@ def crop_transform(img_size, args, *more):
 
 
 def crop_batch(pictures, img_size, args):
-    """The same for this process's pictures (b,C,H,W) on their device -> float, each with draws of
-    its own, where torchvision draws once a batch.
-
-    Bilinear; a side that would leave the picture is cut to it, where torchvision draws again."""
+    """The same for this process's pictures (b,C,H,W) on their device -> float, which torchvision
+    would crop all alike. Bilinear; a side that would leave the picture is cut to it."""
     draws = own(torch.rand(args.batch_size, 5, device=pictures.device), args)
     area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each
     area = args.crop + (1 - args.crop) * area
@@ -362,8 +318,8 @@ def crop_batch(pictures, img_size, args):
 
 
 def val_batches(split, args, most=None):
-    """This process's share of `most` pictures (None: all), always the same ones, shuffled: batches
-    of indices (b,), pictures (b,C,H,W), uint8, and labels (b,)."""
+    """This process's share of `most` pictures, always the same: batches of indices (b,), pictures
+    (b,C,H,W), uint8, and labels (b,)."""
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(0))
     batches = order[:most].tensor_split(args.world)[args.rank].split(250)
     for ids, (pictures, labels) in zip(batches, load_pictures(split, batches, args)):
@@ -373,36 +329,36 @@ def val_batches(split, args, most=None):
 # -------------------------------------------------------------------------------------- processes
 
 def start_processes(args):
-    """Set args.rank, world, local_rank, device and dtype (autocast's) of this process, which joins
-    the others under torchrun. Only the first one prints."""
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
-        setattr(args, name.lower().removesuffix("_size"), int(os.environ.get(name, default)))
+    """Set args.rank, world, local_rank, device and dtype, autocast's, of this process. Under
+    torchrun it joins the others, of which the first one prints."""
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in
+                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(args.device or best)
         if device.type == "cuda":
-            device = torch.device("cuda", args.local_rank if args.world > 1 else device.index or 0)
+            device = torch.device("cuda", local if world > 1 else device.index or 0)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):                 # an unknown word; a torch without CUDA
         raise ValueError(f"--device {args.device} is not there: {best} is") from None
-    args.device, cuda, amp = device, device.type == "cuda", args.amp
+    amp, cuda = args.amp, device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
-    if cuda and amp == "auto":
-        amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        if amp == "auto":
+            amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    args.rank, args.world, args.local_rank, args.device = rank, world, local, device
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
-    if args.rank > 0:
+    if rank > 0:
         sys.stdout = open(os.devnull, "w")
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        # Restarted by torchrun, processes meet the keys of those that were killed: a prefix keeps
-        # them apart. On one machine only, as several count their restarts by themselves.
-        if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        # Keeps restarted processes from the keys of the killed ones; machines count for themselves.
+        if world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
-                                world_size=args.world, timeout=timedelta(hours=1),
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank,
+                                world_size=world, timeout=timedelta(hours=1),
                                 device_id=device if cuda else None)
 
 
@@ -438,20 +394,19 @@ def save(path, content):
 
 
 def read(path, heads=None):
-    """A checkpoint as a dict: method, config (the constructor's arguments), model (the state dict),
-    mean, std, flags and more. Of a released file the method is None and config read off the shapes
-    (heads: if it is as wide as none of vit.SIZES). ValueError if it is none; no code in it runs."""
+    """A checkpoint, whose code is not run: a dict of method, config (the constructor's arguments),
+    model (the state dict), mean, std, flags and more. A released file's method is None, its config
+    read off the shapes, heads given if no size of vit.SIZES is as wide. ValueError if broken."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
             content = torch.load(path, map_location="cpu", weights_only=True)
+        state = content.get("model", content)
+        assert state and all(torch.is_tensor(value) for value in state.values())
     except Exception as error:                             # a broken file can raise anything
-        why = "would run code" if "GLOBAL" in str(error) else "is damaged or another kind of file"
-        raise ValueError(f"{path} is not a checkpoint that can be read: it {why}") from None
-    state = content.get("model", content) if isinstance(content, dict) else None
-    if not state or not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
-        raise ValueError(f"{path} is not a checkpoint: there is no state dict in it")
+        why = "it would run code" if "GLOBAL" in str(error) else "it is damaged or of another kind"
+        raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
     if "method" in content:
         return content
     state = from_released(state)
@@ -460,8 +415,8 @@ def read(path, heads=None):
 
 
 def load(path, classes=METHODS):
-    """The model in a checkpoint of train.py, in eval mode; with classes={"classifier": Classifier}
-    in one of finetune.py. For released ones see initialize."""
+    """The model in a checkpoint of train.py, in eval mode; of finetune.py's with classes=
+    {"classifier": Classifier}. For released ones see initialize."""
     content = read(path)
     if content["method"] not in classes:
         raise ValueError(f"{path} is of method {content['method']}, not {', '.join(classes)}")
@@ -471,8 +426,7 @@ def load(path, classes=METHODS):
 
 
 def initialize(model, path):
-    """Start `model` from the encoder in a checkpoint, this project's or a released one: the notes
-    and the ValueError of vit.transfer."""
+    """Start `model` from the encoder in any checkpoint: notes and ValueError of vit.transfer."""
     content = read(path, model.encoder.blocks[0].attn.heads)
     state = getattr(model, "from_mae", dict)(content["model"])
     try:
@@ -482,18 +436,17 @@ def initialize(model, path):
 
 
 def resume(last, model, optimizer, scaler, expected):
-    """Give model, optimizer and scaler the state of the checkpoint `last`; the lines of its log.
-    ValueError unless it has the {name: value} of `expected`: method, arguments, optimiser."""
+    """Load the checkpoint `last` into the three. The lines of its log; ValueError unless it has the
+    {name: value} of `expected`: method, arguments, optimiser."""
     saved = read(last)
     was = {**saved["flags"], **saved["config"], "method": saved["method"]}
     for name, value in expected.items():
         if was.get(name) != value:
-            raise ValueError(f"{last} cannot be resumed: it has {name} {was.get(name)}, not "
-                             f"{value}; --name NAME starts another run")
-    model.load_state_dict(saved["model"])
+            raise ValueError(f"{last} cannot be resumed: {name} was {was.get(name)}, not {value}")
     groups = optimizer.state_dict()["param_groups"]        # the settings asked for now
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
     scaler.load_state_dict(saved["scaler"])
+    model.load_state_dict(saved["model"])
     print(f"resumed after epoch {saved['epoch']}")
     return saved["history"]
 
@@ -501,11 +454,11 @@ def resume(last, model, optimizer, scaler, expected):
 # --------------------------------------------------------------------------------------- the loop
 
 def name_run(args, name):
-    """Settle on args.name, or this one. ValueError if it holds a run that is not to be touched."""
+    """Set args.name, if it is None. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    if Path(args.name).name != args.name or args.name == "..":
-        raise ValueError(f"--name {args.name} is not the name of a folder: --runs says where it is")
+    if Path(args.name).name != args.name:
+        raise ValueError(f"--name {args.name} is not a name: --runs says which folder it is in")
     if (folder / "last.pt").exists() and not (args.resume or args.overwrite):
         raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
                          f"it, --name NAME starts another")
@@ -513,11 +466,9 @@ def name_run(args, name):
 
 def make_optimizer(args, groups):
     """The recipe's optimiser, fused where torch has it."""
-    fused = args.device.type != "mps"
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, fused=fused)
-    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=args.betas, fused=fused)
+    kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
+    own = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
+    return kind(groups, lr=args.lr, fused=args.device.type != "mps", **own)
 
 
 def learning_rate(t, args):
@@ -537,7 +488,7 @@ def wrap(model, args):
             if isinstance(module, (Block, CrossBlock)):
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     if args.world > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         torch._dynamo.config.optimize_ddp = not args.grad_checkpointing    # not both in torch 2.6
         model = torch.compile(model, dynamic=False)
@@ -545,8 +496,8 @@ def wrap(model, args):
 
 
 def draw_batches(split, epoch, args):
-    """An epoch's batches: for each step the indices (b,) of this process's part; for methods that
-    learn from pairs (2b,), of the images and then of their partners."""
+    """The indices (b,) of this process's part of each batch of an epoch; of pairs (2b,), those of
+    the images and then those of their partners."""
     torch.manual_seed(hash((args.seed, epoch)))
     n = len(split.labels) // args.batch_size * args.batch_size         # whole batches
     parts = [torch.randperm(len(split.labels))[:n]]
@@ -557,27 +508,25 @@ def draw_batches(split, epoch, args):
 
 
 def train_step(net, optimizer, scaler, inputs, args):
-    """One step of the optimiser on `inputs`, the arguments of net, in --accum pieces. Its metrics,
-    means over the pieces, stay on the device: nothing here waits for it."""
+    """One step of the optimiser on `inputs`, the arguments of net, in --accum pieces. Its metrics
+    stay on the device: nothing here waits for it."""
     metrics, seed = Counter(), torch.initial_seed() + 1
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
         torch.manual_seed(seed)                            # a model's own draws: the same in each
-        more = args.world > 1 and i + 1 < args.accum       # gradients are exchanged after the last
-        with net.no_sync() if more else nullcontext():
+        last = args.world == 1 or i + 1 == args.accum      # then processes exchange gradients
+        with nullcontext() if last else net.no_sync():
             with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
                 output = net(*piece)
             if not isinstance(output, tuple) or not isinstance(output[-1], dict):
-                raise ValueError(f"a method's forward must return (loss, {{name: value}}), not "
-                                 f"{type(output).__name__}")
+                raise ValueError(f"forward must return (loss, {{name: value}}), not {type(output)}")
             loss, values = output
             scaler.scale(loss / args.accum).backward()
-        for name, value in {"loss": loss.detach(), **values}.items():
+        for name, value in values.items():
             metrics[name] += value / args.accum
     if args.clip_grad:
         scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, args.clip_grad)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -585,15 +534,14 @@ def train_step(net, optimizer, scaler, inputs, args):
 
 
 def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
-    """The means of an epoch's metrics, the highest learning rate, pictures a second and the share
-    of the time spent waiting for them. SystemExit at a loss that is not finite."""
+    """Train for an epoch: its line of the log. SystemExit once loss or weights are not finite."""
     batches = draw_batches(train, epoch, args)
     stream = load_pictures(train, batches, args, seed=hash((args.seed, epoch)))
     steps, totals, losses, waited, began = len(batches), Counter(), [], 0.0, time.perf_counter()
     rates = [learning_rate(epoch + step / steps, args) for step in range(steps)]
     bar = tqdm(rates, f"epoch {epoch + 1}/{args.epochs}", unit="img", unit_scale=args.batch_size,
                leave=False, disable=args.rank > 0 or None)
-    for step, rate in enumerate(bar):
+    for step, rate in enumerate(bar, start=1):
         asked = time.perf_counter()
         pictures, labels = next(stream)
         waited += time.perf_counter() - asked
@@ -603,79 +551,66 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
         metrics = train_step(net, optimizer, scaler, prepare(pictures, labels), args)
         totals.update(metrics)
         losses.append(metrics["loss"])
-        if len(losses) == 20 or step + 1 == steps:         # the only times the device is waited for
-            for i, loss in enumerate(torch.stack(losses).tolist(), step + 2 - len(losses)):
-                if not math.isfinite(loss):
-                    raise SystemExit(f"the loss is {loss} at epoch {epoch + 1}, step {i} of "
-                                     f"{steps}, lr {rate:.1e}: {ADVICE}")
-            bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.1e}")
+        if step % 20 == 0 or step == steps:                # the only times the device is waited for
+            check = [*losses, *(net.parameters() if step == steps else ())]
+            if not all(x.isfinite().all() for x in check):
+                raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
+                                 f"{step}, lr {rate:.1e}: --resume goes on from the last epoch "
+                                 f"saved, with a lower --lr, --clip_grad 1 or --amp fp32")
+            bar.set_postfix_str(f"loss {losses[-1]:.4f}, lr {rate:.1e}")
             losses = []
     means, seconds = mean_over_processes(totals, steps, args), time.perf_counter() - began
-    return {"lr": max(rates), **means, "img_s": round(steps * args.batch_size / seconds, 1),
-            "wait": round(waited / seconds, 3), "train_s": round(seconds, 2)}
+    return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
+            "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
 
 
-ADVICE = ("--resume goes on from the last checkpoint, if there is one; try a lower --lr or "
-          "--clip_grad 1")
-
-
-def fit(args, model, groups, train, prepare, evaluate, **content):
-    """Train for --epochs; returns the last line of log.jsonl, a dict.
-
-    prepare(pictures, labels) makes the model's arguments of this process's part of a batch.
-    evaluate() gives {name: value} and columns of pictures or None. It runs every --eval_every
-    epochs; then the run's folder gets log.jsonl, recon.png and last.pt, which holds `content`."""
+def fit(args, model, groups, train, val, prepare, evaluate, **content):
+    """Train for --epochs and return the last line of log.jsonl. prepare(pictures, labels) makes the
+    model's arguments. evaluate() gives {name: value} and columns of pictures or None every
+    --eval_every epochs, when log.jsonl, recon.png and last.pt, with `content`, are written."""
     n, steps = len(train.labels), len(train.labels) // args.batch_size
     if args.batch_size % (args.world * args.accum) or not steps:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {args.world} "
                          f"processes x --accum {args.accum}, or above the {n} training pictures")
-    optimizer = make_optimizer(args, groups)
+    optimizer, history = make_optimizer(args, groups), []
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
-    folder, history = Path(args.runs, args.name), []
-    last = folder / "last.pt"
+    last = Path(args.runs, args.name, "last.pt")
+    last.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and last.exists():
         expected = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
         history = resume(last, model, optimizer, scaler, expected)
-    if args.world > 1:
-        dist.barrier()                                     # all have read what one will replace
-    if args.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if args.overwrite:                                 # or --resume would find the old run
-            last.unlink(missing_ok=True)
-    print(f"train   {args.epochs} epochs of {steps} steps, batches of {args.batch_size} on "
-          f"{args.world} x {args.device}, {args.dtype}, {args.optimizer}, lr {args.lr:.3g}")
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {model.encoder.img_size} pixels,"
+          f" {model.encoder.grid} patches, {'streamed' if train.transform else 'in memory'}\n"
+          f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
+          f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
+          f"{args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps in all are few: try a smaller --batch_size, "
-              f"more --epochs, or --init from another run")
-
+        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, more "
+              f"--epochs, or --init from another run")
     net, done = wrap(model, args), history[-1]["epoch"] if history else 0
-    for epoch in range(done, max(args.epochs, not history)):           # 0 epochs: write the model
-        row = {"epoch": 0}
+    for epoch in range(done, max(args.epochs, not history)):
+        row = {"epoch": 0}                                 # of 0 epochs: the untrained model
         if args.epochs > 0:
-            model.train()
-            row = {"epoch": epoch + 1,
-                   **train_epoch(epoch, net, optimizer, scaler, train, prepare, args)}
-            if not all(p.isfinite().all() for p in model.parameters()):
-                raise SystemExit(f"weights are not finite after epoch {epoch + 1}, step {steps}, "
-                                 f"lr {row['lr']:.1e}: {ADVICE}")
-            if row["epoch"] % args.eval_every and row["epoch"] < args.epochs:
-                continue
+            row = train_epoch(epoch, net.train(), optimizer, scaler, train, prepare, args)
+        if row["epoch"] % args.eval_every and row["epoch"] < args.epochs:
+            continue
         began = time.perf_counter()
         scores, columns = evaluate()
-        history.append({**row, **scores, "eval_s": round(time.perf_counter() - began, 2)})
+        row.update(scores, eval_s=round(time.perf_counter() - began, 2))
+        history.append(row)
         if args.rank > 0:
             continue
-        row, began = history[-1], time.perf_counter()
+        began = time.perf_counter()
         flags = {**vars(args), "device": str(args.device), "dtype": str(args.dtype)}
         save(last, dict(
-            content, model=model.state_dict(), optimizer=optimizer.state_dict(),
-            scaler=scaler.state_dict(), epoch=row["epoch"], history=history, seed=args.seed,
-            flags=flags, mean=model.mean, std=model.std, classes=train.classes,
-            torch=str(torch.__version__)))
+            content, model=model.state_dict(), optimizer=optimizer.state_dict(), flags=flags,
+            scaler=scaler.state_dict(), epoch=row["epoch"], history=history, mean=model.mean,
+            std=model.std, classes=train.classes, torch=str(torch.__version__)))
         row["save_s"] = round(time.perf_counter() - began, 2)
-        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+        last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
         if columns:
-            save_picture(columns, folder / "recon.png")
+            save_picture(columns, last.with_name("recon.png"))
         name, score = next(iter(scores.items()))
         print(f"epoch {row['epoch']}: loss {row.get('loss', math.nan):.4f}, {name} {score:.2f}, "
               f"{row.get('img_s', 0):.0f} img/s, wait {row.get('wait', 0):.1%}", flush=True)
@@ -686,32 +621,28 @@ def fit(args, model, groups, train, prepare, evaluate, **content):
 
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask_ratio=None):
-    """Mean PSNR in dB over --eval_images pictures, pixels in 0 ... 1, under masks that depend on
-    the picture alone: of hidden pixels, of the picture with visible pixels copied, and as decoded,
-    nothing copied. And 8 rows of columns: original, masked, what was predicted, both."""
-    model.eval()
-    encoder, sums, count, columns = model.encoder, Counter(), 0, None
+    """Mean PSNR in dB, pixels in 0 ... 1, under masks that depend on the picture alone: of hidden
+    pixels, of the whole with visible pixels copied, and of the whole as decoded, nothing copied.
+    And columns of 8 pictures: original, masked, as decoded, with visible pixels copied."""
+    sums, count, columns, encoder = Counter(), 0, None, model.eval().encoder
     decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
-        noise = [mask_noise(args.mask, 1, encoder.grid, generator=seed) for seed in seeds]
-        noise = torch.cat(noise).to(args.device)                       # (b, L)
+        noise = torch.cat([mask_noise(args.mask, 1, encoder.grid, generator=g) for g in seeds])
         pictures = v2.functional.resize(pictures, encoder.img_size)
-        decoded, mask = decode(normalize(pictures, model), noise, mask_ratio, args.leak_free)
-        truth, decoded = pictures / 255, denormalize(decoded, model)
+        decoded, mask = decode(normalize(pictures, model), noise.to(args.device), mask_ratio,
+                               args.leak_free)
+        truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
         hidden = encoder.pixels_of(mask)                               # (b, 1, H, W)
         both = torch.where(hidden > 0, decoded, truth)
-        errors = {"hidden": (both - truth).square().mean((1, 2, 3)) / hidden.mean((1, 2, 3)),
-                  "image": (both - truth).square().mean((1, 2, 3)),
-                  "decoded": (decoded - truth).square().mean((1, 2, 3))}
+        image, whole = ((x - truth).square().mean((1, 2, 3)) for x in (both, decoded))  # (b,)
+        errors = {"hidden": image / hidden.mean((1, 2, 3)), "image": image, "decoded": whole}
         for name, error in errors.items():
             sums[f"psnr_{name}"] += -10 * error.clamp(min=1e-10).log10().sum()
         count += len(ids)
-        if columns is None:
-            grey = torch.full_like(truth, 0.5)
-            columns = [truth, torch.where(hidden > 0, grey, truth),
-                       torch.where(hidden > 0, decoded, grey), both]
-    return mean_over_processes(sums, count, args), [column[:8] for column in columns]
+        masked = torch.where(hidden > 0, 0.5, truth)
+        columns = columns or [x[:8] for x in (truth, masked, decoded, both)]
+    return mean_over_processes(sums, count, args), columns
 
 
 def save_picture(columns, path):
@@ -733,10 +664,10 @@ def as_table(rows):
 
 @torch.no_grad()
 def compare(args):
-    """`--eval FILE ...`: PSNR of checkpoints at several mask ratios, on the same pictures under the
-    same masks, and what each method measures and draws of itself. Returns the table's rows."""
+    """--eval: rows of PSNR of checkpoints at several mask ratios, on the same pictures under the
+    same masks, and what each method measures and draws of itself."""
     start_processes(args)
-    rows, columns, notes, args.eval_images = [], [], [], args.eval_images or 1000
+    rows, columns, notes = [], [], []
     for path in args.eval:
         content = read(path)
         if content["method"] == "classifier":
@@ -746,29 +677,27 @@ def compare(args):
         args.data = args.data or content["flags"]["data"]
         train, val, _ = open_data(args.data, model.encoder.img_size, args)
         for ratio in args.mask_ratios:
-            rows.append({"checkpoint": path, "mask_ratio": ratio,
-                         **evaluate_psnr(model, val, args, ratio)[0]})
+            scores, _ = evaluate_psnr(model, val, args, ratio)
+            rows.append({"checkpoint": path, "mask_ratio": ratio, **scores})
         original, masked, _, both = evaluate_psnr(model, val, args)[1]
         columns += [both] if columns else [original, masked, both]
         if getattr(model, "norm_pix_loss", False) and not args.leak_free:
             notes.append(f"{path}: norm_pix_loss, so with true mean and variance of hidden patches")
-        images = [normalize(torch.cat([x for _, x, _ in val_batches(split, args, args.eval_images)]),
-                            model) for split in (train, val)]
-        if hasattr(model, "measures"):
-            for title, table in model.measures(*images).items():
-                notes += [f"{path}: {title}", as_table(table)]
-        if hasattr(model, "figures"):
-            for name, cells in model.figures(images[1][:8]).items():
-                file = Path(path).with_name(f"{name}.png")
-                save_picture(denormalize(cells, model).unbind(1), file)
-                notes.append(f"see     {file}")
+        batches = [[x for _, x, _ in val_batches(s, args, args.eval_images)] for s in (train, val)]
+        images = [normalize(torch.cat(pictures), model) for pictures in batches]
+        for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
+            notes += [f"{path}: {title}", as_table(table)]
+        figures = model.figures(images[1][:8]) if hasattr(model, "figures") else {}
+        for name, cells in figures.items():
+            notes.append(f"see     {Path(path).with_name(name)}.png")
+            save_picture(denormalize(cells, model).unbind(1), notes[-1][8:])
     if not rows:
         raise ValueError(f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
-    print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} pictures of {args.data}")
-    print(as_table(rows), *notes, sep="\n")
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
     save_picture(columns, picture)
-    print(f"see     {picture}: original, masked, then a column for each checkpoint")
+    notes.append(f"see     {picture}: original, masked, then a column for each checkpoint")
+    print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} pictures of {args.data}",
+          as_table(rows), *notes, sep="\n")
     return rows
 
 
@@ -776,89 +705,70 @@ def compare(args):
 
 def vit_config(args, img_size):
     """The encoder's constructor arguments: --size, or what is given instead of its parts."""
-    patch_size = tuple(16 if n >= 128 else min((d for d in range(1, n + 1) if n % d == 0),
-                                               key=lambda d: abs(d - n / 8)) for n in img_size)
+    patch_size = tuple(16 if n >= 128 else min(            # the divisor that is next to an eighth
+        range(1, n + 1), key=lambda d: (n % d > 0, abs(d - n / 8))) for n in img_size)
     size = {k: getattr(args, k) or v for k, v in SIZES[args.size or "micro"].items()}
-    return dict(img_size=img_size, patch_size=pair(args.patch_size or patch_size), in_chans=3,
-                **size)
-
-
-def describe(args, train, val, model, *notes):
-    """Print the data, the model and `notes`."""
-    encoder, where = model.encoder, f"{args.workers} workers" if train.transform else "in memory"
-    size, rest = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (encoder, model))
-    print(f"data    {args.data}: {len(train.labels)} train, {len(val.labels)} val, {where}")
-    print(f"model   {type(model).__name__}: {size:.2f} M parameters in the encoder, {rest - size:.2f}"
-          f" M in the rest; {encoder.img_size} pixels, {encoder.grid} patches", *notes, sep="\n")
+    patch_size = pair(args.patch_size or patch_size)
+    return dict(img_size=img_size, patch_size=patch_size, in_chans=3, **size)
 
 
 def pretrain(args):
     """A parsed command line of train.py, from data to the last epoch."""
-    cls, args.data = METHODS[args.method], args.data or "shapes"
+    cls, given_lr, args.data = METHODS[args.method], args.lr, args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     start_processes(args)
     train, val, img_size = open_data(args.data, args.img_size, args)
-    given_lr = args.lr
     fill(args, {**SHARED, **knobs(cls), **cls.recipe}, cls.small, img_size)
-    args.eval_images, args.eval_every = args.eval_images or 1000, args.eval_every or 1
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
-    weights, notes, pairs = {}, [], hasattr(cls, "pairs")
-    if pairs:
+    pairs, streamed, teacher = hasattr(cls, "pairs"), train.transform is not None, None
+    if pairs:                                              # it learns from pairs of images
         check_same_class(train.labels, train.classes, args.same_class)
-        notes = [f"teacher {args.teacher or 'none, so no distillation: --teacher takes an MAE'}"]
+        print(f"teacher {args.teacher or 'none, so no distillation: --teacher FILE takes an MAE'}")
         if args.teacher:
-            config["teacher"], weights = teacher_of(read(args.teacher), config)
+            config["teacher"], teacher = teacher_of(read(args.teacher), config)
     torch.manual_seed(args.seed)
-    model = cls(**config)
-    if weights:
-        model.teacher.load_state_dict(weights)
+    model = cls(**config).to(args.device)
+    if teacher:
+        model.teacher.load_state_dict(teacher)
     if args.init:
-        notes += initialize(model, args.init)
-    model.to(args.device)
+        print(*initialize(model, args.init), sep="\n")
     if given_lr is None:
         args.lr *= model.lr_scale                          # CrossMAE A.6
-    streamed = train.transform is not None
     if streamed:
         train.transform = crop_transform(img_size, args)
-    describe(args, train, val, model, *notes)
 
     def prepare(pictures, labels):
         """The model's arguments: images and noise and, of pairs, partners and mixing weight."""
-        images, *partners = (normalize(x if streamed else crop_batch(x, img_size, args), model)
-                             for x in pictures.chunk(1 + pairs))
+        parts = pictures.chunk(1 + pairs)
+        crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
+        images, *partners = (normalize(x, model) for x in crops)
         noise = own(mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device), args)
         if not pairs:
             return images, noise
         mix = torch.distributions.Beta(model.beta, model.beta).sample()
         mix = mix if args.mix is None else torch.tensor(args.mix)      # one for all images
         return images, noise, *partners, mix.to(args.device, non_blocking=True)
-
-    decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [dict(params=decay, weight_decay=args.weight_decay),
-              dict(params=others, weight_decay=0.0)]
-    row = fit(args, model, groups, train, prepare, partial(evaluate_psnr, model, val, args),
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
+              dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
+    row = fit(args, model, groups, train, val, prepare, partial(evaluate_psnr, model, val, args),
               method=args.method, config=config)
-    folder = Path(args.runs, args.name)
-    print(f"see     {folder / 'recon.png'}: original, masked, what was predicted, both")
-    script = "finetune.py --checkpoint" if train.classes else "train.py --eval"
-    print(f"log     {folder / 'log.jsonl'}\nnext    python {script} {folder / 'last.pt'}")
+    folder, script = Path(args.runs, args.name), "finetune.py --checkpoint"
+    print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied\n"
+          f"next    python {script if train.classes else 'train.py --eval'} {folder / 'last.pt'}")
     return row
 
 
-def run(parser, work, argv):
-    """work(args) of the words `argv` (None: the command line). What makes no sense, a ValueError,
-    ends in one line, and Ctrl-C in one that says how to go on."""
-    args, script = parser.parse_args(argv), os.getpid()
+def stop(*_):
+    """Ctrl-C ends a run at once: an exception would get lost where it meets a DataLoader's end."""
+    if torch.utils.data.get_worker_info() is None:
+        os.write(2, b"\nstopped: the same command with --resume goes on from the last checkpoint\n")
+    os._exit(130)
 
-    def stop(*_):
-        """At once: an exception would get lost where it meets the end of a DataLoader."""
-        if os.getpid() == script:                          # not a worker
-            for worker in multiprocessing.active_children():
-                worker.kill()
-            os.write(2, b"\nstopped: the same command with --resume goes on from the last "
-                        b"checkpoint\n" * (os.environ.get("RANK", "0") == "0"))
-        os._exit(130)
+
+def run(parser, work, argv):
+    """work(args) of the words `argv` (None: the command line); a ValueError ends in one line."""
+    args = parser.parse_args(argv)
     if argv is None:
         signal.signal(signal.SIGINT, stop)
     try:
@@ -868,40 +778,44 @@ def run(parser, work, argv):
         sys.stdout.flush()
     except BrokenPipeError:                                # as by `| head`
         os._exit(1)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError:
         parser.exit(1, f"out of memory: a higher --accum, --grad_checkpointing or a --batch_size "
-                       f"below {args.batch_size} needs less ({error})".splitlines()[0] + "\n")
+                       f"below {args.batch_size} takes less\n")
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
     if dist.is_initialized():
         dist.destroy_process_group()
     return row
 
 
+def make_parser(prog, name, choices, argv):
+    """A parser with --NAME of `choices`, on which other options depend, and what argv chooses."""
+    parser = argparse.ArgumentParser(prog, usage=argparse.SUPPRESS, add_help=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
+    return parser, getattr(parser.parse_known_args(argv)[0], name)
+
+
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    first = Parser("train.py", add_help=False, allow_abbrev=False)
-    first.add_argument("--method", choices=METHODS, default="mae")
-    cls = METHODS[first.parse_known_args(argv)[0].method]
-    about = (f"{__doc__.splitlines()[0]}\n\n{cls.__name__}: {cls.__doc__}\n"
-             f"    up to 64 pixels, and of the micro encoder: {cls.small}")
-    parser = Parser("train.py", parents=[first], allow_abbrev=False, description=about,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser, method = make_parser("train.py", "method", METHODS, argv)
+    cls = METHODS[method]
+    parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels and micro: {cls.small}"
     add_options(parser)
+    parser.set_defaults(eval_images=1000, eval_every=1)
     add_flags(parser, "recipe", {**SHARED, **cls.recipe})
     add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
-    option = parser.add_argument_group("pretraining").add_argument
-    option("--mask", choices=("random", "grid", "block"), default="random", help="pattern (random)")
+    option = parser.add_argument_group("pretraining and evaluation").add_argument
     option("--init", metavar="FILE", help="start from the encoder of a checkpoint")
+    option("--mask", choices=("random", "grid", "block"), default="random", help="pattern (random)")
     if hasattr(cls, "pairs"):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
-        option("--same_class", type=number(float, 0, 1), metavar="R",
-               help="share of the pairs that are of one class, the others are of two (any pairs)")
-        option("--mix", type=number(float, 0, 1), metavar="A", help="weight of the first image")
-    option = parser.add_argument_group("evaluation").add_argument
+        option("--same_class", type=number(float, 0, 1), help="share of pairs of one class")
+        option("--mix", type=number(float, 0, 1), help="weight of the first image (from Beta)")
     option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
-    option("--mask_ratios", nargs="+", type=number(float), metavar="R",
-           default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9], help="at which PSNR is taken (.5 to .9)")
+    option("--mask_ratios", nargs="+", type=number(float), metavar="R", help="of --eval (.5 to .9)",
+           default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9])
     option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
     return run(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
 
