@@ -321,7 +321,8 @@ def val_batches(split, args, most=None):
     """This process's share of `most` pictures, always the same: batches of indices (b,), pictures
     (b,C,H,W), uint8, and labels (b,)."""
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(0))
-    batches = order[:most].tensor_split(args.world)[args.rank].split(250)
+    share = order[:most].tensor_split(args.world)[args.rank]
+    batches = share.split(250) if len(share) else ()
     for ids, (pictures, labels) in zip(batches, load_pictures(split, batches, args)):
         yield ids, pictures, labels
 
@@ -579,6 +580,8 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
     if args.resume and last.exists():
         expected = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
         history = resume(last, model, optimizer, scaler, expected)
+    elif args.rank == 0:
+        last.unlink(missing_ok=True)                       # --overwrite
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"data    {args.data}: {n} train, {len(val.labels)} val, {model.encoder.img_size} pixels,"
           f" {model.encoder.grid} patches, {'streamed' if train.transform else 'in memory'}\n"
@@ -624,7 +627,8 @@ def evaluate_psnr(model, val, args, mask_ratio=None):
     """Mean PSNR in dB, pixels in 0 ... 1, under masks that depend on the picture alone: of hidden
     pixels, of the whole with visible pixels copied, and of the whole as decoded, nothing copied.
     And columns of 8 pictures: original, masked, as decoded, with visible pixels copied."""
-    sums, count, columns, encoder = Counter(), 0, None, model.eval().encoder
+    count, columns, encoder = 0, None, model.eval().encoder
+    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # also of no picture
     decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
