@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +39,12 @@ def on_cpu():
         for backend in (torch.cuda, torch.backends.mps):
             patch.setattr(backend, "is_available", lambda: False)
         yield
+
+
+def settings(**more):
+    """What a command line leaves in `args`, as far as reading pictures and cropping need it."""
+    return SimpleNamespace(**{**dict(rank=0, world=1, local_rank=0, device=torch.device("cpu"),
+                                     dtype=torch.float32, workers=0, crop=1.0, flip=False), **more})
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
@@ -79,10 +86,8 @@ def tune(folder, pretrain):
     pretrain()
 
     def run(*words, name="tuned"):
-        row = finetune.main(
-            ["--data", str(folder), "--name", name, "--checkpoint", "runs/mae/last.pt", *TINY[8:],
-             *words]
-        )
+        row = finetune.main(["--data", str(folder), "--name", name, "--checkpoint",
+                             "runs/mae/last.pt", *TINY[8:], *words])
         path = Path("runs", name, "last.pt")
         return train.read(path) if path.exists() else None, row
 
@@ -162,7 +167,7 @@ def together(*words, processes=2):
 
 @contextmanager
 def stopping_after_two(monkeypatch):
-    """Stop the run inside, as Ctrl-C does, once it has saved its second epoch."""
+    """Stop the run inside once it has saved its second epoch."""
     save = train.save
 
     def save_and_stop(path, content):
@@ -177,18 +182,15 @@ def stopping_after_two(monkeypatch):
 
 def same(a, b, **tolerance):
     """Whether two state dicts are equal, to the bit or within a tolerance."""
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[k], b[k], **tolerance) if tolerance else torch.equal(a[k], b[k]) for k in a
-    )
+    equal = partial(torch.allclose, **tolerance) if tolerance else torch.equal
+    return a.keys() == b.keys() and all(a[k].shape == b[k].shape and equal(a[k], b[k]) for k in a)
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out unless asked for with -m slow")
+    config.addinivalue_line("filterwarnings", "ignore:The image decoding:DeprecationWarning")
 
 
 def pytest_collection_modifyitems(config, items):
-    if "slow" in config.getoption("-m"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    if "slow" not in config.getoption("-m"):
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]

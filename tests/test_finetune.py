@@ -1,6 +1,4 @@
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,17 +6,15 @@ import torch.nn.functional as F
 
 import finetune
 import train
-from finetune import Classifier, layer_decay_groups
-from tests.conftest import ROOT, TINY, same, stopping_after_two, together, write_pictures
+from finetune import Classifier
+from tests.conftest import ROOT, TINY, same, settings, stopping_after_two, together, write_pictures
 from tests.golden import load, replay, vit_args
-from vit import from_released, resize_pos_embed, to_released
+from vit import IMAGENET_MEAN, denormalize, from_released, normalize, resize_pos_embed, to_released
 
 
 def classifier(**kwargs):
     torch.manual_seed(0)
-    return Classifier(
-        **{**dict(img_size=16, patch_size=4, dim=16, depth=2, heads=2, classes=3), **kwargs}
-    )
+    return Classifier(16, 4, dim=16, depth=2, heads=2, classes=3, **kwargs)
 
 
 def test_replay_takes_the_class_token():
@@ -29,38 +25,27 @@ def test_replay_takes_the_class_token():
                "state_dict": state, "images": fixture["images"], "labels": fixture["labels"]}
     model = Classifier(**vit_args(fixture["config"]), classes=10, pool="token")
     model.load_state_dict(from_released(state))
-    tokens = model.encoder(fixture["images"])
-    wanted = F.linear(tokens[:, 0], state["head.weight"], state["head.bias"])
+    assert same(to_released(model), state)                 # its names are the released ones
+    token = model.encoder(fixture["images"])[:, 0]
+    wanted = F.linear(token, state["head.weight"], state["head.bias"])
     assert torch.allclose(replay(fixture)["pred"], wanted, atol=1e-6)
 
 
-def test_classifier_names_are_the_released_ones():
-    state = load(ROOT / "tests/golden/finetune_avg.pt")["state_dict"]
-    model = classifier(img_size=32, patch_size=8, dim=32, depth=3, heads=4, classes=10)
-    model.load_state_dict(from_released(state))
-    assert same(to_released(model), state)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, dict(pool="token"), dict(probe=True, norm=True), dict(probe=True, pool="token")]
-)
+@pytest.mark.parametrize("options", [{}, dict(pool="token"), dict(probe=True, norm=True),
+                                     dict(probe=True, pool="token")])
 def test_what_is_trained(options):
+    """All that can be, positions too, or nothing but the head."""
     model = classifier(**options)
-    loss, metrics = model(torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0]))
-    loss.backward()
+    model(torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0]))[0].backward()
     moved = {n for n, p in model.named_parameters() if p.grad is not None}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
-    if options.get("probe"):
-        assert moved == {"head.1.weight", "head.1.bias"}
-        assert isinstance(model.head[0], torch.nn.BatchNorm1d) and not model.head[0].affine
-    else:
-        assert "encoder.pos_embed" in moved  # learnt from here on
+    probe = {"head.1.weight", "head.1.bias"}
+    assert moved == probe if options.get("probe") else "encoder.pos_embed" in moved
 
 
 def test_smoothing_and_probabilities():
     model, images = classifier(smoothing=0.1), torch.randn(4, 3, 16, 16)
-    with torch.no_grad():
-        torch.nn.init.normal_(model.head.weight)  # logits that differ
+    torch.nn.init.normal_(model.head.weight)               # logits that differ
     labels = torch.tensor([0, 1, 2, 0])
     soft = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
     wanted = -(soft * model.logits(images).log_softmax(1)).sum(1).mean()
@@ -68,191 +53,198 @@ def test_smoothing_and_probabilities():
     assert torch.allclose(model(images, F.one_hot(labels, 3).float())[0], wanted, atol=1e-6)
 
 
-def test_layer_decay_groups():
-    model = classifier(depth=3)
-    groups = layer_decay_groups(model, 0.05, 0.5)
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = {
-        names[id(p)]: (group["lr_scale"], group["weight_decay"])
-        for group in groups
-        for p in group["params"]
-    }
-    assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
-    for name, wanted in {"encoder.cls_token": (0.5**4, 0), "encoder.pos_embed": (0.5**4, 0),
-                         "encoder.patch_embed.proj.weight": (0.5**4, 0.05),
-                         "encoder.patch_embed.proj.bias": (0.5**4, 0),
-                         "encoder.blocks.0.attn.qkv.weight": (0.5**3, 0.05),
-                         "encoder.blocks.0.norm1.weight": (0.5**3, 0),
-                         "encoder.blocks.2.mlp.fc2.weight": (0.5, 0.05), "fc_norm.weight": (1, 0),
-                         "head.weight": (1, 0.05), "head.bias": (1, 0)}.items():
-        assert found[name] == pytest.approx(wanted), name
+def test_layer_decay_and_weight_decay(tune):
+    """What one step changes, beside one of equal rates, and what weight decay adds to it."""
+    words = ["--optimizer", "sgd", "--lr", "0.1", "--batch_size", "40", "--warmup_epochs", "0"]
+    start, equal, scaled, decayed = (tune(*words, "--epochs", n, "--layer_decay", layer,
+                                          "--weight_decay", w, name=n + layer + w)[0]["model"]
+                                     for n, layer, w in (("0", "1", "0"), ("1", "1", "0"),
+                                                         ("1", ".5", "0"), ("1", ".5", ".5")))
+    for name, p in start.items():
+        block = name.startswith("encoder.blocks") and int(name.split(".")[2])
+        scale = 0.5 ** (2 - block if "blocks" in name else 3 if "encoder" in name else 0)
+        decay = 0.05 * scale * (p.ndim > 1 and name.endswith("weight"))    # no token, no position
+        assert torch.allclose(scaled[name] - p, scale * (equal[name] - p), atol=1e-6), name
+        assert torch.allclose(scaled[name] - decayed[name], decay * p, atol=1e-6), name
+        assert (equal[name] != p).any(), name
 
 
-def test_layer_decay_reaches_the_optimiser(tune):
-    before = train.read("runs/mae/last.pt")["model"]
-    content, _ = tune("--layer_decay", "0.01")
-    drift = {
-        k: (content["model"][k] - before[k]).abs().max() for k in before if k in content["model"]
-    }
-    assert (
-        drift["encoder.patch_embed.proj.weight"]
-        < 1e-3 * drift["encoder.blocks.1.attn.proj.weight"] * 20
-    )
-
-
-def test_finetuning_learns(tune, capsys):
+def test_finetuning_and_probing_learn(tune, capsys):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
     said = capsys.readouterr().out
-    assert row["top1"] == 100 and row["top5"] == 100
-    assert {"top1", "top5", "loss"} <= content["history"][0].keys()
+    assert row["top1"] == 100 and row["top5"] == 100 and " top1 100.00, " in said
+    assert content["history"][0].keys() >= {"top1", "top5", "loss", "lr", "img_s", "eval_s"}
     assert "fresh: fc_norm, head" in said and "not taken over: encoder.norm.weight" in said
     assert content["method"] == "classifier" and content["epoch"] == 8
     model = train.load("runs/tuned/last.pt", {"classifier": Classifier})
-    split = train.open_data(content["flags"]["data"])[1]
-    votes = model.logits(train.normalize(split.pictures, model)).argmax(1)
-    assert torch.equal(votes, split.labels)
+    split = train.open_data(content["flags"]["data"], None, settings())[1]
+    assert torch.equal(model.logits(normalize(split.pictures, model)).argmax(1), split.labels)
+
+    content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
+    before = train.read("runs/mae/last.pt")["model"]       # of which nothing changes
+    encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
+    assert row["top1"] > 90 and same(encoder, {name: before[name] for name in encoder})
+    assert "encoder.norm.weight" in encoder and content["model"]["head.0.running_mean"].any()
 
 
-def test_linear_probe_leaves_the_encoder_alone(tune):
-    content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1")
-    before = train.read("runs/mae/last.pt")["model"]
-    for name, value in content["model"].items():
-        if name.startswith("encoder."):
-            assert torch.equal(value, before[name])  # its final norm too
-    assert row["top1"] > 90 and content["model"]["head.0.running_mean"].any()
+def test_names_and_starts(folder, tune, refused):
+    """A run is named after checkpoint and mode; from scratch, which needs none, after the data."""
+    finetune.main(["--mode", "scratch", "--data", str(folder), *TINY, "--epochs", "0"])
+    finetune.main([*TINY[8:], "--epochs", "0", "--checkpoint", "runs/mae/last.pt", "--img_size", "24"])
+    mae, tuned, scratch = (train.read(f"runs/{name}/last.pt") for name in (
+        "mae", "mae_finetune", f"scratch_{folder.name}"))
+    tokens = [run["model"]["encoder.cls_token"] for run in (mae, tuned, scratch)]
+    assert torch.equal(*tokens[:2]) and not torch.equal(*tokens[1:])
+    positions = [run["model"]["encoder.pos_embed"] for run in (mae, tuned)]
+    assert torch.equal(resize_pos_embed(positions[0], (4, 4), (6, 6)), positions[1])
+    assert tuned["flags"]["data"] == str(folder) and scratch["flags"]["layer_decay"] == 1.0
+    Path("runs/mae").rename("runs/mae_shapes")
+    for name, words in (("mae_shapes_linear", "--mode linear --checkpoint runs/mae_shapes/last.pt"),
+                        ("scratch_shapes", "--mode scratch")):
+        Path("runs", name).mkdir()
+        Path("runs", name, "last.pt").write_text("")
+        refused(finetune.main, words.split(), f"runs/{name} holds a run")
 
 
-def test_scratch_starts_from_nothing(tune):
-    before = train.read("runs/mae/last.pt")["model"]
-    content, _ = tune("--mode", "scratch", "--epochs", "0")
-    assert content["config"]["dim"] == 16 and content["flags"]["layer_decay"] == 1.0
-    assert not torch.equal(content["model"]["encoder.cls_token"], before["encoder.cls_token"])
-    content, _ = tune("--epochs", "0", name="pretrained")
-    assert torch.equal(content["model"]["encoder.cls_token"], before["encoder.cls_token"])
-
-
-def test_scratch_needs_no_checkpoint(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    row = finetune.main(["--mode", "scratch", "--data", str(folder), *TINY])
-    assert row["epoch"] == 2 and Path("runs/micro_scratch/last.pt").exists()
-
-
-def test_nearest_neighbours(tune, capsys):
-    content, row = tune("--mode", "knn", "--k", "3")
-    assert content is None and row["top1"] == 100  # red and blue
-    assert "3 nearest neighbours: top1 100.00" in capsys.readouterr().out
+@pytest.mark.parametrize("words, wanted", [
+    ("--mode finetune", dict(lr=2e-3, randaug=0, crop=0.5)),
+    ("--mode scratch --img_size 224", dict(lr=2e-3, randaug=0)),
+    ("--mode scratch --size tiny --img_size 64", dict(lr=2e-3, randaug=0)),
+    ("--mode scratch --size tiny --img_size 224", dict(lr=1e-3 * 8 / 256, randaug=27, mixup=0.8)),
+    ("--mode linear", dict(lr=0.1 * 8 / 256, randaug=0))])
+def test_small_pictures_and_encoders(tune, words, wanted):
+    flags = tune(*words.split(), "--epochs", "0", "--eval_images", "1")[0]["flags"]
+    assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
 
 
 def test_nearest_neighbours_by_hand():
-    """Votes of two neighbours of unit-length mean patch tokens, weighted by exp(cosine / 0.07)."""
-    model = classifier(probe=True, norm=True).eval()
-    pictures = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
-    labels, query = torch.tensor([0, 1, 2, 1, 0]), torch.randint(
-        0, 256, (1, 3, 16, 16), dtype=torch.uint8
-    )
-    args = SimpleNamespace(k=2, eval_images=2**62, workers=0)
-    one = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
-    votes = finetune.knn(model, train.Split(pictures, labels, "abc"), args, one, (16, 16))(query)[0]
+    """Votes of the four nearest of unit-length mean patch tokens, each worth exp(cosine / 0.07).
+    Also under autocast."""
+    model, g = classifier(probe=True, norm=True).eval(), torch.Generator().manual_seed(1)
+    pictures = torch.randint(0, 256, (9, 3, 16, 16), dtype=torch.uint8, generator=g)
+    pictures[:, 0] = pictures[:, 0] // 8 + 25 * torch.arange(9, dtype=torch.uint8)[:, None, None]
+    labels, query = torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2]), pictures[:1] // 2 * 2
 
     def feature(x):
-        return F.normalize(model.encoder(train.normalize(x, model))[:, 1:].mean(1), dim=1)
-
+        return F.normalize(model.encoder(normalize(x, model))[:, 1:].mean(1), dim=1)
     cosine = (feature(pictures) @ feature(query).T)[:, 0]
-    wanted = torch.zeros(3)
-    for i in cosine.topk(2).indices:
-        wanted[labels[i]] += math.exp(cosine[i] / 0.07)
-    assert torch.allclose(votes, wanted, rtol=1e-4)
+    wanted, found = torch.zeros(3), []
+    for i in cosine.topk(4).indices:
+        wanted[labels[i]] += (cosine[i] / 0.07).exp()
+    for dtype in (torch.float32, torch.bfloat16):
+        args, split = settings(k=4, dtype=dtype), train.Split(pictures, labels, "abc")
+        found.append(finetune.knn(model, split, args, (16, 16))(query)[0])
+    assert torch.allclose(found[0], wanted, rtol=1e-4)
+    assert not torch.equal(*found) and torch.allclose(*found, rtol=0.2)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--layer_decay 0.5", "--drop_path 0.5", "--smoothing 0.3", "--mixup 0.8", "--cutmix 1.0",
-     "--mix_ratio 0.35", "--randaug 11", "--erasing 1.0", "--pool token", "--weight_decay 0.5",
-     "--seed 1", "--lr 1e-2", "--crop 1"],
-)
-def test_every_flag_does_something(tune, flags):
-    (plain, _), (other, _) = tune(name="a"), tune(*flags.split(), name="b")
-    plain, other = plain["model"], other["model"]
-    assert plain.keys() != other.keys() or any(not torch.equal(plain[k], other[k]) for k in plain)
+def test_few_labels(tune, tmp_path, capsys, refused):
+    """A share of each class's pictures, by the seed, at least one; in the neighbours' bank too."""
+    for part, n in (("train", 20), ("val", 4)):
+        write_pictures(tmp_path / "data" / part, "abc", n)
+    for name, n in (("b", 10), ("c", 18)):
+        [(tmp_path / f"data/train/{name}/{i}.png").unlink() for i in range(n)]
+
+    def kept(share, seed):
+        split = train.open_data("data", None, settings())[0]
+        every = split.pictures
+        finetune.keep_labels(split, share, seed)
+        ids = [(every == x).all((1, 2, 3)).nonzero().item() for x in split.pictures]
+        assert [0 if i < 20 else 1 if i < 30 else 2 for i in ids] == split.labels.tolist()
+        return split.labels.bincount().tolist(), sorted(ids)
+    assert kept(0.2, 0)[0] == [4, 2, 1] and kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1)
+    assert kept(0.0, 0)[0] == [1, 1, 1] and kept(1.0, 0)[1] == [*range(32)]
+    with pytest.raises(ValueError, match="class b has no training pictures"):
+        finetune.keep_labels(train.Split(torch.zeros(2, 3, 4, 4), [0, 0], "ab"), 0.5, 0)
+    words = ["--data", "data", "--batch_size", "4", "--labels", "0.2"]
+    a, b = (tune(*words, "--seed", seed, name=seed)[0]["model"] for seed in "01")
+    assert not same(a, b) and capsys.readouterr().out.count("7 train, 12 val") == 2
+    content, row = tune("--mode", "knn", *words[:-1], "0")
+    said = capsys.readouterr().out
+    assert content is None and row["top1"] == 100 and "33.33 of the pictures" in said
+    assert "20 nearest neighbours of 3: top1 100.00" in said
+    (tmp_path / "data/train/d").mkdir()
+    refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", *words], "class", "d")
 
 
-def test_a_probe_on_mixed_pictures(tune):
-    plain, mixed = (
-        tune("--mode", "linear", *words, name=name)[0]["model"]
-        for name, words in (("a", ()), ("b", ("--mix_ratio", "0.35")))
-    )
-    assert not torch.equal(plain["head.1.weight"], mixed["head.1.weight"])
+def test_validates_no_more_than_it_trains(tune):
+    """Unless asked to: 4 pictures an epoch, 11 to validate on."""
+    words = ["--labels", "0.1", "--batch_size", "4", "--epochs", "7"]
+    assert [row["epoch"] for row in tune(*words, name="a")[0]["history"]] == [3, 6, 7]
+    assert len(tune(*words, "--eval_every", "1", name="b")[0]["history"]) == 7
 
 
-def test_a_fixed_mix_is_of_pictures_and_labels(tune, monkeypatch):
-    seen = []
-    fit = finetune.fit
-
-    def spy(args, procs, model, groups, feed, prepare, *rest, **content):
-        seen.append((prepare, feed))
-        return fit(args, procs, model, groups, feed, prepare, *rest, **content)
-
-    monkeypatch.setattr(finetune, "fit", spy)
-    tune("--mix_ratio", "0.25", "--crop", "1", "--no-flip", "--epochs", "0")
-    prepare, feed = seen[0]
-    pictures, labels = feed.split.pictures[[0, 20]], torch.tensor([0, 1])
-    images, targets = prepare(torch.tensor([0, 1]), pictures, labels, torch.Generator())
-    model = SimpleNamespace(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    a, b = train.normalize(pictures, model)
-    assert torch.allclose(images[0], 0.25 * a + 0.75 * b, atol=1e-3)
-    assert targets.tolist() == [[0.25, 0.75], [0.75, 0.25]]
+FLAGS = ["", "--layer_decay 0.5", "--drop_path 0.5", "--smoothing 0.3", "--weight_decay 0.5",
+         "--pool token", "--seed 1", "--lr 1e-2", "--crop 1", "--mode linear",
+         "--mode linear --mix_ratio 0.35", "--mode linear --pool token", "--mixup 0.8 --cutmix 1"]
 
 
-def test_another_image_size_interpolates_positions(tune, capsys):
-    before = train.read("runs/mae/last.pt")["model"]["encoder.pos_embed"]
-    content, _ = tune("--img_size", "24", "--epochs", "0")
-    assert torch.equal(
-        content["model"]["encoder.pos_embed"], resize_pos_embed(before, (4, 4), (6, 6))
-    )
-    assert (
-        "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
-    )
+def test_every_flag_does_something(tune):
+    runs = [tune(*words.split(), name=f"{i}")[0]["model"] for i, words in enumerate(FLAGS)]
+    for i, words in enumerate(FLAGS):
+        for run, other in zip(runs[:i], FLAGS):
+            assert not same(run, runs[i]), f"'{words}' does as '{other}'"
+
+
+def test_augmentation(tune, monkeypatch):
+    """What the model gets: erased rectangles have the mean colour; RandAugment is the same whoever
+    draws it; mixtures are of pictures and labels alike."""
+    def inputs(words):
+        monkeypatch.setattr(Classifier, "forward", lambda self, images, targets: (
+            seen.append((denormalize(images, self), targets)), forward(self, images, targets))[1])
+        tune(*"--crop 1 --no-flip --epochs 1 --batch_size 40 --overwrite".split(), *words.split())
+        return seen.pop()
+    seen, forward = [], Classifier.forward
+    (plain, labels), (erased, _) = inputs(""), inputs("--erasing 1")
+    gone = (erased - plain).abs().amax(1) > 3e-3           # (40, 16, 16)
+    colour = erased - torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
+    assert gone.flatten(1).any(1).all() and colour.abs().amax(1)[gone].max() < 3e-3
+    a, b = (inputs(f"--randaug 27 --workers {n}")[0] for n in (0, 2))
+    assert torch.equal(a, b) and ((a - plain).abs().amax((1, 2, 3)) > 0.05).sum() > 10
+    other, one_hot = plain.roll(1, 0), F.one_hot(labels, 2).float()
+    differ = (plain - other).abs() > 0.1
+    for words in ("--mix_ratio 0.25", "--mixup 0.8", "--cutmix 1"):
+        mixed, targets = inputs(words)
+        weight = ((mixed - other) / (plain - other))[differ]           # of each picture
+        share = weight.mean()
+        whole = ((weight - weight.round()).abs() < 1e-3).all()         # here the one or the other
+        assert whole if words == "--cutmix 1" else weight.std() < 1e-3 and 0.01 < share < 0.99
+        assert words != "--mix_ratio 0.25" or share == pytest.approx(0.25, abs=1e-3)
+        wanted = share * one_hot + (1 - share) * one_hot.roll(1, 0)
+        assert torch.allclose(targets, wanted, atol=0.02), words
 
 
 def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
     monkeypatch.chdir(tmp_path)
-    mae, tuned = (
-        load(ROOT / f"tests/golden/{name}.pt")["state_dict"] for name in ("mae", "finetune_avg")
-    )
-    words = ["--data", str(folder), "--checkpoint", "x.pth", "--epochs", "0", "--workers", "0",
-             "--batch_size", "8"]
+    mae, tuned = (load(ROOT / f"tests/golden/{name}.pt")["state_dict"]
+                  for name in ("mae", "finetune_avg"))
+    words = ["--data", str(folder), "--checkpoint", "x.pth", *TINY[8:], "--epochs", "0"]
     torch.save({"model": mae}, "x.pth")
     refused(finetune.main, words, "x.pth does not say its number of heads: give --heads")
-    words += ["--heads", "4", "--warmup_epochs", "0"]
+    words += ["--heads", "4"]
     finetune.main([*words, "--name", "a"])
-    content = train.read("runs/a/last.pt")
-    assert torch.equal(
-        content["model"]["encoder.blocks.2.mlp.fc1.bias"], mae["blocks.2.mlp.fc1.bias"]
-    )
+    content, said = train.read("runs/a/last.pt"), capsys.readouterr().out
+    name = "blocks.2.mlp.fc1.bias"
+    assert torch.equal(content["model"][f"encoder.{name}"], mae[name])
     assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
-    said = capsys.readouterr().out
     assert "fresh: fc_norm, head" in said and "not taken over: decoder_blocks" in said
-
-    torch.save({k: v for k, v in mae.items() if k != "blocks.0.norm2.bias"}, "x.pth")
-    refused(finetune.main, words, "encoder.blocks.0.norm2.bias is missing")
-    torch.save({**mae, "blocks.0.ls1.gamma": torch.ones(32)}, "x.pth")
-    refused(finetune.main, words, "encoder.blocks.0.ls1.gamma is left over")
-    torch.save({"weight": torch.zeros(3)}, "x.pth")
-    refused(finetune.main, words, "x.pth is not a ViT's checkpoint")
-
-    # a head of as many classes is kept
-    write_pictures(tmp_path / "ten/train", "abcdefghij"[:3], 4)
-    write_pictures(tmp_path / "ten/val", "abcdefghij"[:3], 2)
-    tuned = {**tuned, "head.weight": tuned["head.weight"][:3], "head.bias": tuned["head.bias"][:3]}
+    for state, part in (({**mae, "blocks.0.ls1.gamma": torch.ones(32)}, "ls1.gamma is left over"),
+                        ({"weight": torch.zeros(3)}, "x.pth is not a ViT's checkpoint")):
+        torch.save(state, "x.pth")
+        refused(finetune.main, words, part)
+    for part in ("train", "val"):                          # a head of as many classes is kept
+        write_pictures(tmp_path / "ten" / part, "abcdefghij", 1)
     torch.save(tuned, "x.pth")
     finetune.main([*words, "--data", "ten", "--name", "b"])
     assert same(train.read("runs/b/last.pt")["model"], from_released(tuned))
 
 
-def test_finetuning_resumes(tune, monkeypatch):
+@pytest.mark.parametrize("mode, words", [
+    ("scratch", "--dim 16 --depth 2"), ("linear", ""),
+    ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
+def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
     """Where workers draw, too, and mixing and drop path in the process itself."""
-    words = ["--epochs", "3", "--mixup", "0.8", "--cutmix", "1", "--drop_path", "0.2", "--randaug",
-             "9", "--workers", "1"]
+    words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, name="stopped")
@@ -261,22 +253,14 @@ def test_finetuning_resumes(tune, monkeypatch):
 
 
 def test_two_processes(tune, folder):
-    """A probe, whose BatchNorm sees half a batch each, and neighbours from both halves."""
+    """Neighbours, training and validation as by one; a probe, whose BatchNorm sees half a batch."""
     words = ["--data", folder, "--checkpoint", "runs/mae/last.pt", *TINY[8:], "--name", "two"]
-    row = tune("--mode", "knn", "--k", "3")[1]
-    said = together("finetune.py", *words, "--mode", "knn", "--k", "3")
-    assert f"3 nearest neighbours: top1 {row['top1']:.2f}" in said
-    together("finetune.py", *words, "--mode", "linear")
-    assert train.read("runs/two/last.pt")["epoch"] == 2
-
-
-
-
-@pytest.mark.parametrize("mode", ["scratch", "linear", "finetune"])
-def test_every_mode_resumes(mode, folder, pretrain):
-    pretrain()
-    words = ["--data", str(folder), "--mode", mode, *TINY[8:], "--name", "x"]
-    words += [*TINY[:8]] if mode == "scratch" else ["--checkpoint", "runs/mae/last.pt"]
-    finetune.main(words)
-    finetune.main([*words, "--epochs", "3", "--resume"])
-    assert train.read("runs/x/last.pt")["epoch"] == 3
+    neighbours = ["--mode", "knn", "--k", "3", "--labels", "0.2"]
+    row, said = tune(*neighbours)[1], together("finetune.py", *words, *neighbours)
+    assert f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}" in said
+    together("finetune.py", *words, "--optimizer", "sgd")
+    two, (one, row) = train.read("runs/two/last.pt"), tune("--optimizer", "sgd")
+    assert same(one["model"], two["model"], atol=1e-6) and one["flags"]["lr"] > 1e-3
+    assert two["history"][-1]["top1"] == pytest.approx(row["top1"], abs=1e-3)
+    together("finetune.py", *words, "--mode", "linear", "--overwrite")
+    assert train.read("runs/two/last.pt")["config"]["probe"]

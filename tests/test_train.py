@@ -1,292 +1,369 @@
 import json
 import math
+import multiprocessing
+import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torchvision
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 import train
 from mae import MAE
-from tests.conftest import DECODER, ROOT, TINY, same, shell, stopping_after_two, together, \
-    write_pictures
+from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, settings, shell,
+                            stopping_after_two, together, write_pictures)
 from tests.golden import load
-from vit import from_released, masking, patchify
+from vit import denormalize, from_released, patchify
 
-ONE = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
+
+def log(name="mae"):
+    return [json.loads(line) for line in open(f"runs/{name}/log.jsonl")]
 
 
 # ------------------------------------------------------------------------------------------ data
 
-
 def test_shapes():
-    (pictures, labels), again = train.draw_shapes(40, (24, 32), 3), train.draw_shapes(
-        40, (24, 32), 3
-    )
-    assert (
-        pictures.shape == (40, 3, 24, 32)
-        and pictures.dtype == torch.uint8
-        and len(train.SHAPES) >= 10
-    )
-    assert torch.equal(pictures, again[0]) and labels.bincount().tolist() == [4] * 10
+    (pictures, labels), again = (train.draw_shapes(40, (24, 32), 3) for _ in range(2))
+    assert pictures.shape == (40, 3, 24, 32) and pictures.dtype == torch.uint8
+    assert torch.equal(pictures, again[0]) and len(labels.bincount().unique()) == 1
     assert not torch.equal(pictures, train.draw_shapes(40, (24, 32), 4)[0])
-    train_split, val, size = train.open_data("shapes")
-    assert size == (32, 32) and len(train_split.labels) == 10_000 and len(val.labels) == 1_000
-    assert not torch.equal(train_split.pictures[:1000], val.pictures)
+    part, val, size = train.open_data("shapes", None, settings())
+    assert size == (32, 32) and len(part.labels) == 10_000 and len(val.labels) == 1_000
+    assert not torch.equal(part.pictures[:1000], val.pictures) and len(part.classes) > 4
 
 
 def test_class_folders_in_memory(folder):
-    part, val, size = train.open_data(str(folder))
+    part, val, size = train.open_data(str(folder), None, settings())
     assert part.pictures.shape == (40, 3, 16, 16) and val.pictures.shape == (11, 3, 16, 16)
-    assert (
-        size == (16, 16)
-        and part.classes == ["a", "b"]
-        and part.labels.tolist() == [0] * 20 + [1] * 20
-    )
-    red, blue = part.pictures[:20].float().mean((0, 2, 3)), part.pictures[20:].float().mean(
-        (0, 2, 3)
-    )
+    assert part.pictures.dtype == torch.uint8 and size == (16, 16) and part.classes == ["a", "b"]
+    assert part.labels.tolist() == [0] * 20 + [1] * 20
+    red, blue = (x.float().mean((0, 2, 3)) for x in part.pictures.split(20))
     assert red[0] > red[2] + 50 and blue[2] > blue[0] + 50
-    assert train.open_data(str(folder), (24, 32))[0].pictures.shape[2:] == (24, 32)
+    wide = train.open_data(str(folder), (24, 32), settings(workers=2))[0].pictures
+    assert wide.shape == (40, 3, 24, 32) and not multiprocessing.active_children()
 
 
 def test_flat_folder_holds_out_by_name(tmp_path):
-    write_pictures(tmp_path, "x", 100)
-    part, val, _ = train.open_data(str(tmp_path))
-    assert len(part.labels) + len(val.labels) == 100 and 1 <= len(val.labels) <= 12
-    assert part.classes == [] and set(part.labels.tolist()) == {-1}
-    before = {name for name in train.list_folder(tmp_path)[1][0]}
-    write_pictures(tmp_path, "y", 50)  # more pictures move none
-    assert before <= {name for name in train.list_folder(tmp_path)[1][0]}
+    """5%, at least one; more pictures move none."""
+    def names():
+        return [set(files) for files, *_ in train.list_folder(tmp_path)]
+    write_pictures(tmp_path, "x", 2, side=1)
+    assert [len(part) for part in names()] == [1, 1]
+    write_pictures(tmp_path, "x", 300, side=1)
+    (part, val), (split, *_) = names(), train.open_data(str(tmp_path), None, settings())
+    assert len(part) + len(val) == 300 and 5 <= len(val) <= 30 and not part & val
+    assert split.classes == [] and set(split.labels.tolist()) == {-1}
+    write_pictures(tmp_path, "y", 300, side=1)
+    assert part < names()[0] and val < names()[1]
 
 
-def test_large_pictures_stream(tmp_path):
+def test_the_size_is_of_a_sample(tmp_path):
+    """Not of the first file. What is larger is streamed, and 224 pixels are enough."""
+    write_pictures(tmp_path, "a", 3, side=8)
+    write_pictures(tmp_path, "b", 3, side=40)
+    split, _, size = train.open_data(str(tmp_path), None, settings())
+    assert size == (40, 40) and torch.is_tensor(split.pictures)
+    write_pictures(tmp_path, "c", 3, side=240)
+    split, _, size = train.open_data(str(tmp_path), None, settings())
+    assert size == (224, 224) and isinstance(split.pictures[0], str)
+
+
+def test_streamed_pictures(tmp_path):
+    """In pieces of at most 128, put together; the same whoever draws them."""
     for part in ("train", "val"):
-        write_pictures(tmp_path / part, "ab", 4, side=40)
-    split, _, size = train.open_data(str(tmp_path), 16)
-    assert size == (16, 16) and isinstance(split.pictures[0], str)
-    args = SimpleNamespace(workers=0, crop=0.5, flip=True)
-    transform = train.crop_transform(size, args)
-    ids = torch.randperm(8).view(2, 4)
+        write_pictures(tmp_path / part, "ab", 200, side=12)
+    split, _, size = train.open_data(str(tmp_path), 8, settings())
+    assert size == (8, 8) and isinstance(split.pictures[0], str)
+    split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
+    batches = torch.randperm(400, generator=torch.Generator().manual_seed(0)).split(300)
 
     def draw(workers, seed):
-        feed = train.Feed(split, SimpleNamespace(workers=workers), ONE, transform)
-        return [torch.cat([p for p, _ in feed(ids, seed, epoch)]) for epoch in range(2)]
-
-    first, second = draw(0, seed=1)
-    assert first.shape == (8, 3, 16, 16) and first.dtype == torch.uint8
-    for got, wanted in zip(draw(2, seed=1), (first, second)):  # whichever worker draws it
-        assert torch.equal(got, wanted)
-    assert not torch.equal(first, second) and not torch.equal(first, draw(0, seed=2)[0])
-    labels = torch.cat([labels for _, labels in train.Feed(split, args, ONE, transform)(ids, 0, 0)])
-    assert torch.equal(labels, split.labels[ids.flatten()])
-
-
-def test_pictures_are_upright_rgb(tmp_path):
-    from PIL import Image
-
-    picture = Image.new("RGB", (8, 4), (255, 0, 0))
-    exif = picture.getexif()
-    exif[0x0112] = 6  # turned by 90 degrees
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    Image.new("L", (5, 5), 7).save(tmp_path / "grey.png")
-    assert train.read_picture(tmp_path / "turned.jpg").size == (4, 8)
-    assert train.read_picture(tmp_path / "grey.png").getpixel((0, 0)) == (7, 7, 7)
-    assert train.cover(train.read_picture(tmp_path / "turned.jpg"), (6, 10)).size == (10, 6)
+        return [*train.load_pictures(split, batches, settings(workers=workers), seed)]
+    (first, labels), (rest, _) = draw(0, seed=1)
+    assert first.shape == (300, 3, 8, 8) and rest.shape == (100, 3, 8, 8)
+    assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[batches[0]])
+    assert torch.equal(first[299], split[1, batches[0][299].item()][0])
+    second = draw(0, seed=2)[0][0]
+    assert not torch.equal(first, second)
+    assert torch.equal(draw(2, seed=1)[0][0], first) and torch.equal(draw(2, seed=2)[0][0], second)
+    assert not multiprocessing.active_children()
 
 
-def crop(pictures, crop=1.0, flip=False, rows=None, seed=0):
-    args = SimpleNamespace(crop=crop, flip=flip, batch_size=len(pictures))
-    rows = torch.arange(len(pictures)) if rows is None else rows
-    generator = torch.Generator().manual_seed(seed)
-    return train.crop_batch(pictures[rows], rows, pictures.shape[2:], args, generator)
+@pytest.mark.parametrize("words", [[], ["--img_size", "8"]], ids=["in memory", "streamed"])
+def test_workers_change_nothing(pretrain, capsys, words):
+    a, b = (pretrain(*words, "--workers", n, name=n)["model"] for n in "02")
+    assert same(a, b)
+    assert ("streamed" if words else "in memory") in capsys.readouterr().out
+
+
+def test_decoders(tmp_path):
+    """JPEGs to the last bit as PIL decodes them, what is transparent white, 16 bits scaled."""
+    rng = np.random.default_rng(0)
+    picture = Image.fromarray(rng.integers(0, 256, (5, 7, 3), "uint8")).resize((70, 50))
+    deep = rng.integers(0, 65536, (5, 7), "uint16")
+    clear = picture.convert("RGBA")
+    clear.putalpha(Image.new("L", picture.size, 0))
+    palette = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
+    white = Image.new("RGB", picture.size, "white")
+    cases = [(f"{kind}.jpg", picture.convert(kind), None, {}) for kind in ("RGB", "L", "CMYK")]
+    for turn in range(1, 9):
+        exif = picture.getexif()
+        exif[0x0112] = turn
+        cases.append((f"{turn}.jpg", picture, None, dict(exif=exif)))
+    cases += [("p.png", palette, palette.convert("RGB"), {}), ("a.png", clear, white, {}),
+              ("t.png", palette, white, dict(transparency=bytes(4))),
+              ("16.png", Image.fromarray(deep), Image.fromarray((deep >> 8).astype("uint8")), {}),
+              ("x.bmp", picture, picture, {}), ("x.webp", picture, picture, dict(lossless=True))]
+    for name, image, wanted, more in cases:
+        image.save(tmp_path / name, **more)
+        wanted = (wanted or ImageOps.exif_transpose(Image.open(tmp_path / name))).convert("RGB")
+        got = train.read_picture(str(tmp_path / name))
+        assert got.dtype == torch.uint8, name
+        assert torch.equal(got, v2.functional.pil_to_tensor(wanted)), name
+
+
+def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
+    """For both; its files are then read by both."""
+    class Stub:
+        base_folder = "stub"
+        classes = ["a", "b"]
+
+        def __init__(self, root, train=True, download=False):
+            if download:
+                Path(root, "stub").mkdir(parents=True)     # fails the second time
+            assert Path(root, "stub").is_dir()
+            self.data = np.full((16 if train else 4, 32, 32, 3), 128, "uint8")
+            self.targets = [0, 1] * (len(self.data) // 2)
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
+    monkeypatch.chdir(tmp_path)
+    said = together("train.py", "--data", "cifar10", *TINY, *DECODER)
+    assert said.count("download") == 1 and Path("runs/mae_cifar10/last.pt").exists()
+
+
+def crop(pictures, crop=1.0, flip=False, seed=0, **more):
+    torch.manual_seed(seed)
+    args = settings(crop=crop, flip=flip, batch_size=len(pictures) * more.get("world", 1), **more)
+    return train.crop_batch(pictures, pictures.shape[2:], args)
 
 
 def test_crops_on_the_device():
     pictures = torch.randint(0, 256, (64, 3, 12, 16), dtype=torch.uint8)
-    assert torch.allclose(
-        crop(pictures), pictures.float(), atol=1e-3
-    )  # no crop, no flip: the picture
-    flipped = crop(pictures, flip=True)
-    mirrored = [torch.allclose(x, p.flip(2), atol=1e-3) for x, p in zip(flipped, pictures.float())]
-    same_side = [torch.allclose(x, p, atol=1e-3) for x, p in zip(flipped, pictures.float())]
-    assert 15 < sum(mirrored) < 49 and sum(mirrored) + sum(same_side) == 64
-    ramp = torch.arange(16.0).expand(64, 3, 12, 16).mul(10).byte()  # its slope is the zoom
+    whole, flipped = crop(pictures), crop(pictures, flip=True)
+    assert torch.allclose(whole, pictures.float(), atol=1e-3)          # no crop, no flip
+    mirrored = (flipped - whole.flip(3)).abs().amax((1, 2, 3)) < 1e-3
+    untouched = (flipped - whole).abs().amax((1, 2, 3)) < 1e-3
+    assert 15 < mirrored.sum() < 49 and (mirrored | untouched).all()
+    ramp = torch.arange(16.0).expand(64, 3, 12, 16).mul(10).byte()     # its slope is the zoom
     zoomed = crop(ramp, crop=0.2)
     slopes = (zoomed[..., 9] - zoomed[..., 6])[:, 0, 5] / 30
-    assert slopes.unique().numel() > 50  # each picture its own crop
-    assert 0.3 < slopes.min() and slopes.max() <= 1.001  # width: sqrt(.2 * 3/4) ... 1
-    assert torch.equal(
-        crop(pictures, 0.2, True, torch.tensor([3, 5])), crop(pictures, 0.2, True)[[3, 5]]
-    )
+    assert slopes.unique().numel() > 50                    # each picture its own crop
+    assert 0.3 < slopes.min() and slopes.max() <= 1.001    # width: sqrt(.2 * 3/4) ... 1
+    half = crop(pictures[32:], 0.2, True, world=2, rank=1)             # of two processes
+    assert torch.equal(half, crop(pictures, 0.2, True)[32:])
 
 
-def test_crop_statistics_match_torchvision():
-    """Mean brightness of crops of a ramp, and the spread of their zoom, as torchvision's."""
+@pytest.mark.parametrize("flip", [False, True])
+def test_crop_statistics_match_torchvision(flip):
+    """Zoom and place of crops of a ramp; of files by torchvision itself, in the same shape."""
     ramp = torch.linspace(0, 255, 32).expand(3, 32, 32).byte()
-    ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2)
-    theirs = torch.stack(
-        [v2.RandomResizedCrop(32, (0.2, 1), antialias=True)(ramp) for _ in range(2000)]
-    ).float()
-
-    def zoom(x):
-        return x[:, 0, 16, 24] - x[:, 0, 16, 8]
-
-    for statistic in (torch.mean, torch.std):
-        assert abs(statistic(zoom(ours)) - statistic(zoom(theirs))) < 4  # of about 95 and 20
+    transform = train.crop_transform((32, 32), settings(crop=0.2, flip=flip))
+    theirs = v2.RandomResizedCrop(32, (0.2, 1))
+    ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2, flip=flip)
+    streamed, theirs = (torch.stack([f(ramp) for _ in range(2000)]) for f in (transform, theirs))
+    for of in (lambda x: (x[:, 0, 16, 24] - x[:, 0, 16, 8]).abs(), lambda x: x[:, 0, 16, 16]):
+        for statistic in (torch.mean, torch.std):
+            wanted = statistic(of(theirs.float()))
+            assert abs(statistic(of(ours)) - wanted) < 4   # of about 95 and 20
+            assert abs(statistic(of(streamed.float())) - wanted) < 4
 
 
 # ------------------------------------------------------------------------------ optimiser, schedule
 
+def test_learning_rate(pretrain, monkeypatch):
+    """Warm-up and cosine in each step; in the log, the highest of each epoch."""
+    rates, step = [], torch.optim.AdamW.step
 
-def test_learning_rate_is_the_formula():
-    for t in (0, 0.5, 3.99, 4, 7.3, 19.9, 20):
-        wanted = (
-            1.5e-3 * t / 4
-            if t < 4
-            else 1e-5 + (1.5e-3 - 1e-5) * (1 + math.cos(math.pi * (t - 4) / 16)) / 2
-        )
-        assert train.learning_rate(t, 1.5e-3, 20, 4, "cosine", 1e-5) == pytest.approx(
-            wanted, rel=1e-12
-        )
-    assert train.learning_rate(9, 1e-4, 20, 0, "constant") == 1e-4
+    def spy(optimizer, *more):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *more)
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
 
-
-def test_learning_rate_of_a_run(pretrain, monkeypatch):
-    rates, step = [], train.train_step
-    monkeypatch.setattr(
-        train,
-        "train_step",
-        lambda net, optimizer, *rest: (rates.append(optimizer.param_groups[0]["lr"]),
-                                       step(net, optimizer, *rest))[1],
-    )
-    pretrain("--blr", "0.01", "--epochs", "3")
-    wanted = [train.learning_rate(i / 5, 0.01 * 8 / 256, 3, 1) for i in range(15)]
-    assert (
-        rates == pytest.approx(wanted) and rates[0] == 0 and max(rates) == pytest.approx(rates[5])
-    )
+    def wanted(t):
+        if t < 1:
+            return 3e-3 * t
+        return 1e-5 + (3e-3 - 1e-5) * (1 + math.cos(math.pi * (t - 1) / 2)) / 2
+    words = ["--blr", "0.096", "--epochs", "3"]            # 0.096 * 8 / 256 = 0.003
+    pretrain(*words, "--min_lr", "1e-5")
+    assert rates == pytest.approx([wanted(i / 5) for i in range(15)], rel=1e-9)
+    assert [row["lr"] for row in log()] == pytest.approx([3e-3 * 0.8, 3e-3, wanted(2)])
+    rates.clear()
+    pretrain(*words, "--schedule", "constant", name="constant")
+    assert rates[5:] == pytest.approx([3e-3] * 10)
 
 
-def test_weight_decay_groups():
-    model = MAE(16, 4, 3, 16, 2, 2, decoder_dim=16, decoder_depth=1, decoder_heads=2)
-    decayed, free = train.weight_decay_groups(model, 0.05)
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert all(
-        names[id(p)].endswith(("bias", "norm.weight", "norm1.weight", "norm2.weight"))
-        for p in free["params"]
-    )
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    assert len(decayed["params"]) + len(free["params"]) == len(trainable)
-    assert all(p.ndim > 1 for p in decayed["params"])
+def test_weight_decay_is_not_of_biases_and_norms(pretrain):
+    """One step with and without it: what differs shrank by lr times the decay."""
+    words = ["--optimizer", "sgd", "--lr", "0.1", "--warmup_epochs", "0", "--epochs"]
+    start = pretrain(*words, "0", name="start")["model"]
+    words += ["1", "--batch_size", "40", "--weight_decay"]
+    plain, decayed = (pretrain(*words, x, name=x)["model"] for x in ("0", "0.5"))
+    trained = {name for name, p in train.load("runs/start/last.pt").named_parameters()
+               if p.requires_grad}
+    for name, p in start.items():
+        factor = 0.05 if name in trained and p.ndim > 1 else 0
+        assert torch.allclose(plain[name] - decayed[name], factor * p, atol=1e-6), name
+        assert (p.ndim < 2) == name.endswith(("bias", "norm.weight", "norm1.weight",
+                                              "norm2.weight")), name
+
+
+RECIPES = [  # words, and the flags that follow
+    ("--size micro --img_size 224", dict(lr=2e-3, decoder_dim=64, warmup_epochs=1)),
+    ("--size tiny --img_size 64", dict(lr=2e-3, decoder_dim=64)),
+    ("--size tiny --img_size 224", dict(lr=1.5e-4 * 8 / 256, decoder_dim=512, epochs=0)),
+    ("--size micro --blr 0.32", dict(lr=0.01, decoder_dim=64)),
+    ("--size micro --lr 0.32 --decoder_dim 32", dict(lr=0.32, decoder_dim=32)),
+    ("--method crossmae", dict(lr=2e-3, decoder_depth=4)),
+    ("--method crossmae --prediction_ratio .25", dict(lr=2e-3 / 3, decoder_depth=4)),
+    ("--method crossmae --prediction_ratio .25 --lr 1e-3", dict(lr=1e-3, decoder_depth=4))]
+
+
+@pytest.mark.parametrize("words, wanted", RECIPES, ids=[words for words, _ in RECIPES])
+def test_small_pictures_and_encoders(folder, tmp_path, monkeypatch, words, wanted):
+    """Have a recipe of their own, others the paper's."""
+    monkeypatch.chdir(tmp_path)
+    train.main(["--data", str(folder), "--name", "x", "--epochs", "0", "--batch_size", "8",
+                "--eval_images", "1", "--workers", "0", *words.split()])
+    flags = train.read("runs/x/last.pt")["flags"]
+    assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
 
 
 # --------------------------------------------------------------------------------- whole commands
 
-
 def test_a_run_leaves_everything(pretrain, capsys):
     content = pretrain()
-    said = capsys.readouterr().out
-    assert sorted(p.name for p in Path("runs/mae").iterdir()) == ["last.pt", "log.jsonl",
-                                                                  "recon.png"]
-    rows = [json.loads(line) for line in open("runs/mae/log.jsonl")]
-    assert [row["epoch"] for row in rows] == [1, 2]
-    assert {"loss", "lr", "img_s", "psnr_hidden", "psnr_image", "psnr_mean_colour"} <= rows[
-        0
-    ].keys()
-    for part in ("recon.png", "log.jsonl", "last.pt", "python finetune.py --checkpoint", "lr 0.002",
-                 "2 epochs x 5", "recipe  ", "optimizer adamw", "weight_decay 0.05",
-                 "M parameters"):
+    said, rows = capsys.readouterr().out, log()
+    assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
+    assert [row["epoch"] for row in rows] == [1, 2] and len(said.splitlines()) < 12
+    assert rows[0].keys() >= {"loss", "lr", "psnr_hidden", "psnr_image", "psnr_decoded", "img_s",
+                              "wait", "train_s", "eval_s", "save_s"}
+    for part in ("runs/mae/recon.png", "python finetune.py --checkpoint runs/mae/last.pt", "lr 0.002",
+                 "2 epochs of 5 steps", "M parameters", "40 train, 11 val"):
         assert part in said
+    for row in rows:                                       # what a person reads of it
+        found = re.search(rf"epoch {row['epoch']}: loss (.*), psnr_hidden (.*), (.*) img/s, "
+                          r"wait (.*)%", said)
+        values = [row["loss"], row["psnr_hidden"], row["img_s"], 100 * row["wait"]]
+        assert [float(x) for x in found.groups()] == pytest.approx(values, abs=0.6)
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
-    assert content["flags"]["batch_size"] == 8 and content["seed"] == 0
-    assert content["torch"] == torch.__version__
+    assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
+    assert content["torch"] == torch.__version__ and content["mean"] == MAE.mean
     model, images = train.load("runs/mae/last.pt"), torch.randn(2, 3, 16, 16)
     assert same(model.state_dict(), content["model"]) and not model.training
     assert model.reconstruct(images)[0].shape == images.shape
+    with Image.open("runs/mae/recon.png") as picture:
+        assert picture.size == (4 * 130 + 2, 8 * 130 + 2)
 
 
-def test_losses_fall_and_reconstruction_beats_the_mean_colour(pretrain):
-    rows = pretrain("--epochs", "40", "--no-flip", "--crop", "1", "--lr", "5e-3")["history"]
-    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
-    assert rows[-1]["psnr_hidden"] > rows[0]["psnr_hidden"] + 1
-
-
-def test_the_same_seed_is_the_same_run(pretrain):
-    assert same(pretrain(name="a")["model"], pretrain(name="b")["model"])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--blr 1e-2", "--lr 1e-2", "--betas 0.9,0.999", "--weight_decay 0.5", "--warmup_epochs 0",
-     "--crop 1", "--no-flip", "--min_lr 1e-3", "--clip_grad 0.01", "--seed 1", "--mask grid",
-     "--mask block", "--epochs 3", "--optimizer adam --weight_decay 0.5", "--optimizer sgd",
-     "--schedule constant", "--mask_ratio 0.5", "--norm_pix_loss", "--decoder_depth 2",
-     "--inter_block_attention", "--dim 32", "--depth 1", "--heads 1", "--batch_size 16",
-     "--img_size 32", "--img_size 32,16", "--patch_size 8", "--size tiny", "--amp bf16",
-     "--accum 2 --amp bf16"],
-)
-def test_every_flag_does_something(pretrain, flags):
-    plain, other = pretrain(name="a")["model"], pretrain(*flags.split(), name="b")["model"]
-    if flags == "--size tiny":  # the parts given come first
-        assert same(plain, other)
-        return
-    if flags.startswith("--heads"):  # of the same shapes
-        assert plain.keys() == other.keys()
-    assert plain.keys() != other.keys() or any(
-        plain[k].shape != other[k].shape or not torch.equal(plain[k], other[k]) for k in plain
-    )
-
-
-def test_grad_checkpointing_changes_nothing(pretrain, capsys):
-    """But memory: tests/test_bench.py."""
-    assert same(pretrain(name="a")["model"],
-                pretrain("--grad_checkpointing", name="b")["model"])
-
-
-def test_momentum(pretrain):
-    a, b = (
-        pretrain("--optimizer", "sgd", "--momentum", m, name=m)["model"] for m in ("0.5", "0.9")
-    )
-    assert not same(a, b)
-
-
-def test_a_flat_folder_trains_and_says_that_it_holds_some_out(tmp_path, monkeypatch, capsys):
+def test_names_of_runs(tmp_path, folder, monkeypatch, refused):
+    """Of method and data; those of embedded data are found before any are drawn."""
     monkeypatch.chdir(tmp_path)
-    write_pictures(Path("flat"), "x", 60)
-    train.main(["--data", "flat", *TINY, *DECODER])
-    assert "val is held out by name" in capsys.readouterr().out
-    assert train.read("runs/mae/last.pt")["classes"] == []
+    words = [*TINY, "--epochs", "0", "--warmup_epochs", "0", "--data"]
+    write_pictures(Path("one/my pictures"), "x", 20)
+    train.main([*words, "one/my pictures/"])
+    train.main([*words, str(folder), "--method", "crossmae"])
+    assert {*os.listdir("runs")} == {"mae_my_pictures", f"crossmae_{folder.name}"}
+    Path("runs/mae_shapes").mkdir()
+    Path("runs/mae_shapes/last.pt").write_text("")
+    refused(train.main, [], "runs/mae_shapes holds a run")
 
 
-def test_sizes(pretrain, monkeypatch, tmp_path):
-    args = ["--size", "tiny", "--epochs", "0", "--workers", "0", "--eval_images", "2",
-            "--patch_size", "8"]
-    train.main([*args, "--decoder_dim", "16", "--decoder_heads", "2"])
-    config = train.read("runs/mae/last.pt")["config"]
-    assert (config["dim"], config["depth"], config["heads"]) == (192, 12, 3)
-    assert config["decoder_depth"] == MAE.small["decoder_depth"] and not config["norm_pix_loss"]
+def test_what_is_said(pretrain, tmp_path, capsys):
+    """Files that are not read, few steps, and what an unlabelled run is good for."""
+    write_pictures(tmp_path / "flat", "x", 60)
+    for name in ("a.heic", "b.heic", "c.gif"):
+        (tmp_path / "flat" / name).write_bytes(b"")
+    assert pretrain("--data", "flat")["classes"] == []
+    said = capsys.readouterr().out
+    assert said.count("2 .heic") == 1 == said.count("1 .gif")
+    assert all(word in said for word in ("steps are few", "--batch_size", "--epochs", "--init"))
+    assert "python train.py --eval runs/mae/last.pt" in said
+    pretrain("--batch_size", "1", "--epochs", "13", "--depth", "1", name="more")
+    assert "steps are few" not in capsys.readouterr().out
 
 
-def test_accumulated_pieces_are_one_batch(pretrain):
-    words = ["--batch_size", "32", "--optimizer", "sgd", "--lr", "0.1", "--epochs", "4"]
-    start = pretrain(*words[:6], "--epochs", "0", name="start")["model"]
-    whole = pretrain(*words, name="whole")["model"]
-    pieces = pretrain(*words, "--accum", "4", name="pieces")["model"]
-    assert same(whole, pieces, atol=1e-6) and not same(whole, start, atol=1e-3)
+def test_losses_fall_and_reconstructions_improve(pretrain):
+    rows = pretrain("--epochs", "40", "--no-flip", "--crop", "1", "--lr", "5e-3", "--eval_every",
+                    "39", "--seed", "1")["history"]
+    start = pretrain("--epochs", "0", name="start")["history"][0]
+    assert [row["epoch"] for row in rows] == [39, 40] and start["epoch"] == 0
+    assert rows[-1]["loss"] < 0.8 and rows[-1]["psnr_hidden"] > start["psnr_hidden"] + 3
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_are_one(pretrain, folder, processes):
+FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
+--crop 1 | --no-flip | --min_lr 1e-3 | --clip_grad 0.01 | --seed 1 | --mask grid | --mask block |
+--epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd |
+--optimizer sgd --momentum 0.5 | --schedule constant | --mask_ratio 0.5 | --norm_pix_loss |
+--decoder_depth 2 | --inter_block_attention | --dim 32 | --depth 1 | --heads 1 | --batch_size 16 |
+--img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16"""
+
+
+def test_every_flag_does_something(pretrain):
+    runs = {words.strip(): pretrain(*words.split(), name=f"{i}")["model"]
+            for i, words in enumerate(["", *FLAGS.split("|")])}
+    names = [*runs]
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            assert not same(runs[name], runs[other]), f"'{name}' does as '{other}'"
+
+
+def test_what_changes_nothing(pretrain):
+    """The same seed; checkpointing, but memory (tests/test_bench.py); a size of which all parts are
+    given; how often it is evaluated."""
+    plain = pretrain(name="plain")["model"]
+    for words in ("", "--grad_checkpointing", "--size tiny", "--eval_every 2", "--eval_images 1"):
+        assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
+
+
+def test_evaluating_now_and_then(pretrain, capsys):
+    """Rows, checkpoints and pictures every second epoch, and at the end; also of a resumed run."""
+    words = ["--eval_every", "2", "--epochs"]
+    pretrain(*words, "5")
+    said = capsys.readouterr().out
+    assert [row["epoch"] for row in log()] == [2, 4, 5] and said.count(" img/s") == 3
+    pretrain("--schedule", "constant", *words, "3", name="less")
+    more = pretrain("--schedule", "constant", *words, "5", "--resume", name="less")
+    assert [row["epoch"] for row in log("less")] == [2, 3, 4, 5]
+    straight = pretrain("--schedule", "constant", "--epochs", "5", name="straight")
+    assert same(more["model"], straight["model"])
+
+
+SGD = ["--batch_size", "40", "--optimizer", "sgd", "--lr", "0.1", "--epochs", "4"]
+HALF = {"mae": DECODER, "minr": ["--method", "minr", "--pixel_fraction", "0.5", "--hidden_dim", "8",
+                                 "--groups", "4", "--ff_dim", "4"]}
+
+
+@pytest.mark.parametrize("method", HALF)
+def test_accumulated_pieces_are_one_batch(pretrain, method):
+    whole = pretrain(*SGD, own=HALF[method], name="whole")["model"]
+    pieces = pretrain(*SGD, "--accum", "5", own=HALF[method], name="pieces")["model"]
+    start = pretrain(*SGD, "--epochs", "0", "--warmup_epochs", "0", own=HALF[method], name="start")
+    assert same(whole, pieces, atol=1e-6) and not same(whole, start["model"], atol=1e-3)
+
+
+@pytest.mark.parametrize("processes, method", [(2, "mae"), (3, "mae"), (2, "minr")])
+def test_several_processes_are_one(pretrain, folder, processes, method):
     """The same weights after all steps: the same pictures, crops and masks, divided. By SGD: Adam
     makes steps of full size of rounding errors where a gradient is zero, as of a key's bias. A
     batch of 12 does not divide the 40 pictures, nor do the processes the 11 to validate on."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12"]
-    one = pretrain(*words, name="one")
-    words = ["--data", str(folder), "--name", "two", *TINY, *DECODER, *words]
-    if processes == 2:                                     # with the real torchrun
+    one = pretrain(*words, name="one", own=HALF[method])
+    words = ["--data", str(folder), "--name", "two", *TINY, *HALF[method], *words]
+    if (processes, method) == (2, "mae"):                  # with the real torchrun
         done = shell("train.py", *words, processes=2)
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
         said = done.stdout
@@ -294,304 +371,17 @@ def test_several_processes_are_one(pretrain, folder, processes):
         said = together("train.py", *words, processes=processes)
     two = train.read("runs/two/last.pt")
     assert same(one["model"], two["model"], atol=1e-6)
-    assert said.count("epoch 2,") == 1                     # one process speaks
-    for a, b in zip(one["history"], two["history"]):
-        assert a["psnr_hidden"] == pytest.approx(
-            b["psnr_hidden"], abs=1e-3
-        )  # 11 pictures, none twice
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-
-
-def untimed(row):
-    """A line of the log without what a clock says."""
-    return {k: v for k, v in row.items() if k not in ("img_s", "wait")}
-
-
-def test_resuming_is_not_having_stopped(pretrain, monkeypatch):
-    straight = pretrain("--epochs", "4", name="straight")
-    with stopping_after_two(monkeypatch):
-        pretrain("--epochs", "4", name="stopped")
-    assert train.read("runs/stopped/last.pt")["epoch"] == 2
-    resumed = pretrain("--epochs", "4", "--resume", name="stopped")
-    assert same(straight["model"], resumed["model"])
-    for a, b in zip(
-        straight["optimizer"]["state"].values(), resumed["optimizer"]["state"].values()
-    ):
-        assert same(a, b)
-    for a, b in zip(straight["history"], resumed["history"]):
-        assert untimed(a) == untimed(b)
-    assert len(open("runs/stopped/log.jsonl").readlines()) == 4
-
-
-def test_resume_without_a_run_starts_and_a_finished_one_stays(pretrain):
-    first = pretrain("--resume")
-    assert same(first["model"], pretrain("--resume")["model"]) and len(first["history"]) == 2
-
-
-def test_runs_are_not_overwritten(pretrain, folder, refused):
-    before = pretrain()["model"]
-    refused(train.main, ["--data", folder, *TINY, *DECODER], "runs/mae holds a run", "--resume",
-            "--overwrite")
-    assert same(before, train.read("runs/mae/last.pt")["model"])
-    assert not same(before, pretrain("--overwrite", "--seed", "1")["model"])
-
-
-def test_resume_takes_the_settings_asked_for(pretrain, capsys):
-    first = pretrain()
-    same_run = pretrain("--resume", "--epochs", "0")  # nothing to do, nothing lost
-    assert (
-        same_run["epoch"] == 2
-        and len(same_run["history"]) == 2
-        and same(first["model"], same_run["model"])
-    )
-    capsys.readouterr()
-    other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
-    said = capsys.readouterr().out
-    assert "resumed; after epoch 2" in said and "--weight_decay 0.9 was 0.05" in said
-    assert other["optimizer"]["param_groups"][0]["weight_decay"] == 0.9
-    assert tuple(other["optimizer"]["param_groups"][0]["betas"]) == (0.5, 0.6)
-
-
-def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
-    state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
-    torch.save(
-        {"model": state, "args": __import__("argparse").Namespace(lr=1)}, tmp_path / "mae.pth"
-    )
-    sizes = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4"]
-    words = [*sizes, "--epochs", "0", "--init", "mae.pth"]
-    # another decoder: encoder only
-    content = pretrain(*words, name="other")
-    assert torch.equal(content["model"]["encoder.cls_token"], state["cls_token"])
-    assert "fresh: decoder_blocks" in capsys.readouterr().out
-    words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
-    content = pretrain(*words, name="whole")
-    assert same(content["model"], from_released(state))
-    pretrain(*words, "--img_size", "48", name="larger")
-    assert (
-        "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
-    )
-
-    words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
-    torch.save(
-        {k: v for k, v in state.items() if k != "blocks.1.attn.proj.bias"}, tmp_path / "mae.pth"
-    )
-    refused(train.main, words, "mae.pth", "encoder.blocks.1.attn.proj.bias is missing")
-    torch.save({**state, "surplus": torch.zeros(2)}, tmp_path / "mae.pth")
-    refused(train.main, words, "mae.pth", "surplus is left over")
-    assert not Path("runs/broken").exists()
-
-
-def test_init_from_an_own_checkpoint(pretrain):
-    first = pretrain()["model"]
-    assert same(
-        first, pretrain("--init", "runs/mae/last.pt", "--epochs", "0", name="again")["model"]
-    )
-
-
-def test_an_interrupted_overwrite_does_not_leave_the_old_run(pretrain, monkeypatch):
-    pretrain()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        pretrain("--overwrite")
-    assert not Path("runs/mae/last.pt").exists()
+    assert said.count("epoch 2:") == 1                     # one process speaks
+    for a, b in zip(one["history"], two["history"]):       # 11 pictures, none twice
+        for name in ("loss", "psnr_hidden", "psnr_image", "psnr_decoded"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
 def test_a_process_without_a_validation_picture(tmp_path, monkeypatch):
-    write_pictures(tmp_path / "flat", "x", 10)  # of which one is held out
-    assert len(train.list_folder(tmp_path / "flat")[1][0]) == 1
+    write_pictures(tmp_path / "flat", "x", 10)             # of which one is held out
     monkeypatch.chdir(tmp_path)
-    together("train.py", "--data", "flat", *TINY, *DECODER)
-
-
-def test_help_lists_the_methods_words(capsys):
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--method", "mae", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0
-    for part in ("--inter_block_attention", "CrossMAE Table 7", "--no-norm_pix_loss", "(0.75)",
-                 "--blr"):
-        assert part in said
-
-
-# ------------------------------------------------------------------------------------- evaluation
-
-
-class Grey(torch.nn.Module):
-    """Paints hidden patches grey (0.5); as a method of which the PSNR is known."""
-
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = MAE(8, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2).encoder
-
-    def reconstruct(self, images, noise, mask_ratio=None, leak_free=False):
-        mask = masking(noise, 0.75)[2]
-        hidden = mask.view(-1, 1, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
-        grey = (torch.full((3, 1, 1), 0.5) - torch.tensor(self.mean).view(3, 1, 1)) / torch.tensor(
-            self.std
-        ).view(3, 1, 1)
-        return images * (1 - hidden) + grey * hidden, mask
-
-
-def test_default_patches_divide_the_picture():
-    for side, wanted in ((28, 4), (32, 4), (64, 8), (100, 10), (224, 16)):
-        args = SimpleNamespace(size=None, dim=None, depth=None, heads=None, patch_size=None)
-        assert train.vit_config(args, (side, side))["patch_size"] == (wanted, wanted)
-
-
-def test_psnr_by_hand():
-    pictures = torch.randint(0, 256, (7, 3, 8, 8), dtype=torch.uint8)
-    val = train.Split(pictures, torch.zeros(7).long(), ["x"])
-    args = SimpleNamespace(eval_images=100, workers=0)
-    scores = train.evaluate_psnr(Grey(), val, args, ONE)
-    truth = pictures / 255
-    masks = masking(train.eval_noise("random", torch.arange(7), (2, 2)), 0.75)[2]
-    hidden_db, image_db, fill_db = [], [], []
-    for x, mask in zip(truth, masks):
-        patches = patchify(x[None], 4)[0]  # (4, 48)
-        error = (patches[mask == 1] - 0.5).square()
-        hidden_db.append(-10 * math.log10(error.mean()))
-        image_db.append(-10 * math.log10(error.sum() / patches.numel()))
-        colour = patches[mask == 0].view(-1, 3).mean(0)
-        fill_db.append(-10 * math.log10((patches[mask == 1].view(-1, 3) - colour).square().mean()))
-    for name, wanted in (("hidden", hidden_db), ("image", image_db), ("mean_colour", fill_db)):
-        assert scores[f"psnr_{name}"] == pytest.approx(sum(wanted) / 7, abs=1e-3)
-
-
-def test_evaluation_masks_belong_to_the_picture():
-    noise = train.eval_noise("random", torch.arange(10), (4, 4))
-    assert torch.equal(noise[3:5], train.eval_noise("random", torch.tensor([3, 4]), (4, 4)))
-    assert noise.unique().numel() == 160
-
-
-def test_evaluation_pictures_are_spread_and_shared():
-    split = train.Split(torch.zeros(101, 3, 1, 1, dtype=torch.uint8), torch.arange(101), [])
-    args = SimpleNamespace(workers=0)
-    seen = [
-        torch.cat(
-            [
-                ids
-                for ids, *_ in train.val_batches(
-                    split,
-                    args,
-                    SimpleNamespace(rank=rank, world=3, device=ONE.device),
-                    (1, 1),
-                    33,
-                    batch_size=4,
-                )
-            ]
-        )
-        for rank in range(3)
-    ]
-    together = torch.cat(seen).sort().values
-    assert together.unique().numel() == 33 and (together[0], together[-1]) == (0, 100)
-    assert sum(len(ids) for ids, *_ in train.val_batches(split, args, ONE, (1, 1), 2**62)) == 101
-    # more processes than pictures
-    many = SimpleNamespace(rank=150, world=200, device=ONE.device)
-    assert list(train.val_batches(split, args, many, (1, 1), 2**62)) == []
-    assert train.mean_over_processes({"a": 0}, 1, ONE) == {"a": 0}
-
-
-def test_evaluation_does_not_touch_training(pretrain, monkeypatch):
-    plain = pretrain(name="a")["model"]
-    evaluate = train.evaluate_psnr
-    monkeypatch.setattr(train, "evaluate_psnr", lambda *args: (evaluate(*args), evaluate(*args))[1])
-    assert same(plain, pretrain(name="b")["model"])
-
-
-def test_norm_pix_loss_is_said_under_the_picture(pretrain, capsys):
-    pretrain()
-    assert "true mean and variance" not in capsys.readouterr().out
-    pretrain("--norm_pix_loss", "--overwrite")
-    said = capsys.readouterr().out
-    assert "was given its true mean and variance" in said and "leak_free=True" in said
-
-
-# ----------------------------------------------------------------------------------------- --eval
-
-
-def test_eval_of_several_checkpoints(pretrain, folder, capsys):
-    """A row a checkpoint and mask ratio, the same numbers as after training, nothing else touched;
-    a picture with a column a checkpoint."""
-    runs = {"mae": pretrain("--no-norm_pix_loss"), "half": pretrain("--img_size", "8", name="half")}
-    before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
-    capsys.readouterr()
-    rows = train.main(
-        ["--eval", "runs/mae/last.pt", "runs/half/last.pt", "--mask_ratios", "0.5", "0.75",
-         "--workers", "0"]
-    )
-    said = capsys.readouterr().out.splitlines()
-    assert "mean over 11 of" in said[0] and len({len(line) for line in said[1:6]}) == 1
-    assert [(row["checkpoint"][5:9], row["mask_ratio"]) for row in rows] == [("mae/", 0.5),
-                                                                             ("mae/", 0.75),
-                                                                             ("half", 0.5),
-                                                                             ("half", 0.75)]
-    for name, row in (("mae", rows[1]), ("half", rows[3])):
-        for key in ("psnr_hidden", "psnr_image", "psnr_mean_colour"):
-            assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
-    assert all(Path(f"runs/{name}/last.pt").read_bytes() == b for name, b in before.items())
-    with train.Image.open("runs/mae/eval.png") as picture:
-        assert picture.size == (4 * 130 + 2, 8 * 130 + 2)
-    (grid,) = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--mask", "grid"])
-    assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
-
-
-def test_eval_of_normalised_patches(pretrain, capsys):
-    """Said where the true statistics are used; not used with --leak_free."""
-    pretrain("--norm_pix_loss")
-    words = ["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"]
-    (flattered,) = train.main(words)
-    assert "true mean and variance" in capsys.readouterr().out
-    (honest,) = train.main([*words, "--leak_free"])
-    assert "true mean and variance" not in capsys.readouterr().out
-    assert honest["psnr_hidden"] < flattered["psnr_hidden"]
-
-
-def test_eval_by_two_processes(pretrain):
-    """11 pictures, none twice and none lost."""
-    pretrain()
-    one = train.main(["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75"])[0]
-    said = together("train.py", "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75").splitlines()
-    together("train.py", "--eval", "runs/mae/last.pt", "--eval_images", "1")
-    values = [float(x) for x in said[2].split()[-3:]]
-    assert values == pytest.approx([one[k] for k in list(one)[-3:]], abs=0.006)
-
-
-def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
-    """i-MAE: separability's table and the picture of mixtures."""
-    pretrain()
-    pretrain("--method", "imae", "--teacher", "runs/mae/last.pt", name="imae")
-    capsys.readouterr()
-    train.main(["--eval", "runs/imae/last.pt", "--mask_ratios", "0.75", "--eval_images", "1"])
-    assert "branch subordinate" not in capsys.readouterr().out         # too few to fit anything
-    train.main(["--eval", "runs/imae/last.pt", "--mask_ratios", "0.75"])
-    said = capsys.readouterr().out
-    assert "branch subordinate" in said and said.count("\n0.") == 6
-    with train.Image.open("runs/imae/unmix.png") as picture:
-        assert picture.size == (6 * 130 + 2, 6 * 130 + 2)
-
-
-def test_eval_of_every_kind_of_figure(pretrain, capsys):
-    """CrossMAE's and MINR's pictures, MINR's rendering in the table, MAE's attention, the same
-    twice; one mask ratio for all columns."""
-    pretrain()
-    pretrain("--method", "crossmae", "--mask_ratio", "0.8", name="cross")
-    small = ["--hidden_dim", "8", "--groups", "4", "--ff_dim", "4"]
-    pretrain("--method", "minr", name="minr", own=small)
-    capsys.readouterr()
-    files = [f"runs/{name}/last.pt" for name in ("mae", "cross", "minr", "mae")]
-    rows = train.main(["--eval", *files, "--mask_ratios", "0.75"])
-    said = capsys.readouterr().out
-    assert [("psnr_rendered" in row) for row in rows] == [False, False, True, False]
-    tables = said.split("attention of the decoder's hidden tokens, mean of 11 images\n")[1:]
-    assert len(tables) == 2 and tables[0].splitlines()[:3] == tables[1].splitlines()[:3]
-    assert "masked (0.75)" in said
-    for name, size in (("cross/contributions", (4 * 130 + 2, 8 * 130 + 2)),
-                       ("minr/rendered", (2 * 130 + 2, 8 * 130 + 2))):
-        with train.Image.open(f"runs/{name}.png") as picture:
-            assert picture.size == size
-    assert Path("runs/cross/map_weights.png").exists()
+    together("train.py", "--data", "flat", "--name", "x", *TINY, *DECODER)
+    assert Path("runs/x/recon.png").exists()
 
 
 def test_gradients_are_exchanged_once_a_step():
@@ -606,42 +396,222 @@ def test_gradients_are_exchanged_once_a_step():
         def forward(self, x):
             loss = super().forward(x).mean()
             return loss, {"loss": loss.detach()}
-    net, args = Net(2, 2), SimpleNamespace(accum=3, clip_grad=0)
+    net, args = Net(2, 2), settings(world=2, accum=3, clip_grad=0)
     optimizer, scaler = torch.optim.SGD(net.parameters(), 1), torch.amp.GradScaler(enabled=False)
-    train.train_step(net, optimizer, scaler, iter([(torch.ones(1, 2),)] * 3), args, torch.float32)
+    train.train_step(net, optimizer, scaler, (torch.ones(3, 2),), args)
     assert len(entered) == 2
 
 
-def test_metrics_are_reduced_once_an_epoch(pretrain, monkeypatch):
-    mean, calls = train.mean_over_processes, []
-    monkeypatch.setattr(train, "mean_over_processes", lambda *x: calls.append(1) or mean(*x))
-    pretrain(name="a")
-    often = len(calls)
-    pretrain("--batch_size", "1", name="b")
-    assert len(calls) == 2 * often
+def untimed(row):
+    """A line of the log without what a clock says."""
+    return {k: v for k, v in row.items() if k not in ("img_s", "wait") and not k.endswith("_s")}
+
+
+@pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
+def test_resuming_is_not_having_stopped(pretrain, monkeypatch, words):
+    straight = pretrain("--epochs", "4", *words, name="straight")
+    with stopping_after_two(monkeypatch):
+        pretrain("--epochs", "4", *words, name="stopped")
+    assert train.read("runs/stopped/last.pt")["epoch"] == 2
+    resumed = pretrain("--epochs", "4", "--resume", *words, name="stopped")
+    assert same(straight["model"], resumed["model"])
+    states = [run["optimizer"]["state"].values() for run in (straight, resumed)]
+    assert all(same(a, b) for a, b in zip(*states, strict=True))
+    assert [*map(untimed, log("straight"))] == [*map(untimed, log("stopped"))]
+    assert len(log("stopped")) == 4
+
+
+def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
+    """Only what was asked for happens to a run; settings of a resumed one are those given now."""
+    first = pretrain("--resume")                           # none there: starts
+    refused(train.main, ["--name", "mae"], "runs/mae holds a run", "--resume", "--overwrite")
+    for words in ([], ["--epochs", "0", "--warmup_epochs", "0"]):      # nothing to do, nothing lost
+        again = pretrain("--resume", *words)
+        assert same(first["model"], again["model"]) and len(again["history"]) == 2
+    capsys.readouterr()
+    other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
+    assert "resumed after epoch 2" in capsys.readouterr().out and other["epoch"] == 3
+    group = other["optimizer"]["param_groups"][0]
+    assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
+    assert not same(first["model"], pretrain("--overwrite", "--seed", "1")["model"])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        pretrain("--overwrite")
+    assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
+
+
+def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
+    state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
+    args = __import__("argparse").Namespace(lr=1)
+    torch.save({"model": state, "args": args}, tmp_path / "mae.pth")
+    words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
+             "--epochs", "0", "--init", "mae.pth"]
+    content = pretrain(*words, name="other")               # another decoder: encoder only
+    assert torch.equal(content["model"]["encoder.cls_token"], state["cls_token"])
+    assert "fresh: decoder_blocks" in capsys.readouterr().out
+    words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
+    content = pretrain(*words, name="whole")
+    assert same(content["model"], from_released(state))
+    pretrain(*words, "--img_size", "48", name="larger")
+    assert "from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
+    again = pretrain(*words, "--init", "runs/whole/last.pt", name="again")     # or one of its own
+    assert same(content["model"], again["model"])
+
+    words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
+    lost = "blocks.1.attn.proj.bias"
+    torch.save({k: v for k, v in state.items() if k != lost}, tmp_path / "mae.pth")
+    refused(train.main, words, "mae.pth", f"encoder.{lost} is missing")
+    torch.save({**state, "surplus": torch.zeros(2)}, tmp_path / "mae.pth")
+    refused(train.main, words, "mae.pth", "surplus is left over")
+    assert not Path("runs/broken").exists()
+
+
+def test_help_lists_the_methods_words(capsys):
+    for method, parts in (("mae", ("--inter_block_attention", "CrossMAE Table 7", "(0.75)",
+                                   "--no-norm_pix_loss", "--blr", "--eval_every")),
+                          ("imae", ("--teacher", "--same_class", "--mix"))):
+        with pytest.raises(SystemExit) as stop:
+            train.main(["--method", method, "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert stop.value.code == 0 and [part for part in parts if part not in said] == []
+
+
+def into_a_closed_pipe(*words):
+    end, start = os.pipe()
+    os.dup2(start, 1)
+    os.close(end)
+    script("train.py", *words)
+
+
+def test_a_closed_pipe(tmp_path, folder, monkeypatch):
+    """As `| head -1` leaves it: without a traceback."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", str(folder), *TINY, *DECODER]
+    code, lines = ended(fork(into_a_closed_pipe, *words))
+    assert code != 0 and lines == []
 
 
 def test_a_method_of_your_own(pretrain, folder, refused, monkeypatch):
-    """What every method has is asked for at the start, not after an epoch; and a flag's words."""
     class Own(MAE):
         """
         own_flag: a number that does nothing
         """
+        small = dict(lr=2e-3)
+
         def __init__(self, *, mask_ratio=0.75, own_flag=1, **sizes):
             super().__init__(mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2, **sizes)
 
-        __doc__ += MAE.__doc__
-
+        def forward(self, *inputs):
+            loss, metrics = super().forward(*inputs)
+            return loss, {**metrics, "twice": 2 * loss.detach()}
     monkeypatch.setitem(train.METHODS, "own", Own)
     pretrain("--method", "own", "--own_flag", "2", name="own", own=[])
-    with monkeypatch.context() as patch:
-        patch.delattr(MAE, "reconstruct")
-        refused(train.main, ["--method", "own", "--name", "x", "--data", folder, *TINY],
-                "Own lacks reconstruct")
-    older = train.read("runs/own/last.pt")
-    del older["config"]["own_flag"]                        # was not there yet, so it was 1
-    torch.save(older, "runs/own/last.pt")
-    refused(train.main, ["--method", "own", "--data", folder, *TINY, "--own_flag", "2", "--resume"],
-            "cannot be resumed: it has own_flag 1, not 2")
-    monkeypatch.setattr(Own, "__doc__", MAE.__doc__)
-    refused(train.main, ["--method", "own"], "--own_flag", "docstring")
+    (row, *_) = log("own")
+    assert row["twice"] == pytest.approx(2 * row["loss"])
+    assert train.read("runs/own/last.pt")["config"]["own_flag"] == 2
+    words = ["--method", "own", "--data", folder, *TINY, "--name"]
+    refused(train.main, [*words, "own", "--own_flag", "3", "--resume"], "own_flag", "2, not 3")
+    monkeypatch.setattr(Own, "forward", lambda *inputs: MAE.forward(*inputs)[0])
+    refused(train.main, [*words, "x"], "forward", "(loss, {")
+
+
+# ------------------------------------------------------------------------------------- evaluation
+
+@pytest.mark.parametrize("method", train.METHODS)
+def test_psnr_by_hand(pretrain, folder, monkeypatch, method):
+    """Of what reconstruct and reconstruct_all return for the noise that the run gave them, which
+    depends on the picture alone, not on the seed or on how many there are."""
+    cls, seen = train.METHODS[method], []
+    every = cls.reconstruct_all
+    monkeypatch.setattr(cls, "reconstruct_all", lambda self, images, noise, *more: (
+        seen.append((images, noise)), every(self, images, noise, *more))[1])
+    words = ["--method", method, "--epochs", "0", "--warmup_epochs", "0"]
+    row = pretrain(*words, own=[])["history"][0]
+    (images, noise), model = seen[0], train.load("runs/mae/last.pt")
+    truth = patchify(denormalize(images, model), 4)        # (11, 16, 48)
+    with torch.no_grad():
+        copied, mask = model.reconstruct(images, noise)
+        decoded = every(model, images, noise)[0]
+    copied, decoded = (patchify(denormalize(x, model), 4) for x in (copied, decoded))
+    hidden = [(x - y)[m > 0].square().mean() for x, y, m in zip(copied, truth, mask)]
+    for name, errors in (("hidden", hidden), ("image", (copied - truth).square().mean((1, 2))),
+                         ("decoded", (decoded - truth).square().mean((1, 2)))):
+        wanted = sum(-10 * math.log10(error) for error in errors) / 11
+        assert row[f"psnr_{name}"] == pytest.approx(wanted, abs=1e-3), name
+    files = sorted((folder / "val").rglob("*.png"))
+    pictures = torch.stack([train.read_picture(str(file)) for file in files]) / 255
+    found = [(x - pictures).abs().amax((1, 2, 3)).argmin() for x in denormalize(images, model)]
+    assert sorted(found) == [*range(11)]                   # each validation picture once
+
+    seen.clear()
+    pretrain(*words, "--seed", "1", "--eval_images", "4", name="b", own=[])
+    few, noise_of_few = seen[0]
+    assert len(few) == 4 and len(noise.unique(dim=0)) == 11
+    for x, n in zip(few, noise_of_few):
+        assert torch.equal(n, noise[(images == x).all((1, 2, 3))].squeeze(0))
+
+
+def cells(path, column):
+    """A column of a picture of 130 x 130 cells, each with its border."""
+    return np.asarray(Image.open(path))[:, 130 * column:130 * (column + 1)]
+
+
+def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
+    """A row a checkpoint and mask ratio, the same numbers as after training, nothing else touched;
+    recon.png's pictures with a column a checkpoint. Fine-tuned ones are passed over."""
+    import finetune
+    runs = {"mae": pretrain(), "half": pretrain("--decoder_depth", "2", name="half")}
+    before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
+    finetune.main(["--checkpoint", "runs/mae/last.pt", "--epochs", "0", "--batch_size", "8",
+                   "--warmup_epochs", "0", "--name", "tuned", "--workers", "0"])
+    capsys.readouterr()
+    words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval"]
+    rows = train.main([*words, *(f"runs/{name}/last.pt" for name in ("mae", "tuned", "half"))])
+    note, title, *table = capsys.readouterr().out.splitlines()
+    assert "runs/tuned/last.pt is passed over" in note and "mean over 11 pictures" in title
+    assert len({len(line) for line in table[:5]}) == 1     # aligned
+    assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
+        ("mae", 0.5), ("mae", 0.75), ("half", 0.5), ("half", 0.75)]
+    for name, row in (("mae", rows[1]), ("half", rows[3])):
+        for key in ("psnr_hidden", "psnr_image", "psnr_decoded"):
+            assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
+            assert f"{row[key]:.3f}" in table[1 + rows.index(row)]
+        assert Path(f"runs/{name}/last.pt").read_bytes() == before[name]
+    for name, column, wanted in (("mae", 0, 0), ("mae", 1, 1), ("mae", 2, 3), ("half", 3, 3)):
+        picture = cells(f"runs/{name}/recon.png", wanted)
+        assert np.array_equal(cells("runs/mae/eval.png", column), picture)
+    grid, = train.main([*words[:2], "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75",
+                        "--mask", "grid"])
+    assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
+    refused(train.main, ["--eval", "runs/tuned/last.pt"], "none is a checkpoint of train.py")
+
+
+def test_eval_of_normalised_patches(pretrain, capsys):
+    """Said where the true statistics are used; not used with --leak_free."""
+    pretrain("--norm_pix_loss")
+    words = ["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
+    flattered, = train.main(words)
+    assert "true mean and variance" in capsys.readouterr().out
+    honest, = train.main([*words, "--leak_free"])
+    assert "true mean and variance" not in capsys.readouterr().out
+    assert honest["psnr_hidden"] < flattered["psnr_hidden"]
+
+
+def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
+    """i-MAE's separability and mixtures, CrossMAE's and MINR's pictures, MAE's attention."""
+    pretrain()
+    for name in ("crossmae", "minr", "imae"):
+        more = ["--teacher", "runs/mae/last.pt"] * (name == "imae")
+        pretrain("--method", name, *more, name=name, own=HALF["minr"][4:] if name == "minr" else
+                 DECODER)
+    capsys.readouterr()
+    words = ["--workers", "0", "--mask_ratios", "0.75", "--eval"]
+    rows = train.main([*words, *(f"runs/{name}/last.pt" for name in ("mae", "crossmae", "minr",
+                                                                     "imae"))])
+    said = capsys.readouterr().out
+    assert len(rows) == 4 and all("psnr_decoded" in row for row in rows)
+    assert "share of visible" in said and "subordinate" in said
+    for file, columns in (("crossmae/contributions", 4), ("minr/rendered", 2), ("imae/unmix", 6)):
+        with Image.open(f"runs/{file}.png") as picture:
+            assert picture.width == columns * 130 + 2 and f"runs/{file}.png" in said
+    assert Path("runs/crossmae/map_weights.png").exists()
