@@ -43,16 +43,6 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 # ---------------------------------------------------------------------------------------- options
 
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
-KINDS = dict(lr=float, blr=float, optimizer=("adamw", "adam", "sgd"),
-             schedule=("cosine", "constant"))
-WORDS = dict(
-    lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
-    min_lr="where the cosine ends", batch_size="of all processes together",
-    epochs="0 writes the untrained model", warmup_epochs="epochs of linear warm-up",
-    weight_decay="on all but biases and norms", crop="least area of a random crop, 1: no crop")
-
-
 def number(kind, low=-math.inf, high=math.inf):
     """An argparse type: a finite int or float from low to high."""
     def parse(text):
@@ -70,6 +60,18 @@ def numbers(text):
         return text
     values = tuple(int(n) if n.isdigit() else float(n) for n in text.split(","))
     return values if len(values) > 1 else values[0]
+
+
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+SHARE = number(float, 0, 1)
+KINDS = dict(lr=float, blr=float, optimizer=("adamw", "adam", "sgd"),
+             schedule=("cosine", "constant"), crop=SHARE, momentum=SHARE, smoothing=SHARE,
+             drop_path=SHARE, erasing=SHARE, mix_ratio=SHARE, layer_decay=SHARE)
+WORDS = dict(
+    lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
+    min_lr="where the cosine ends", batch_size="of all processes together",
+    epochs="0 writes the untrained model", warmup_epochs="epochs of linear warm-up",
+    weight_decay="on all but biases and norms", crop="least area of a random crop, 1: no crop")
 
 
 def add_options(parser):
@@ -107,6 +109,7 @@ def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
         kind, help = kinds.get(name, type(default)), f"{words.get(name, '')} ({default})"
         low = 0 if default == 0 or name.endswith("epochs") else 1
         how = {int: dict(type=number(int, low)), float: dict(type=number(float, 0)),
+               SHARE: dict(type=SHARE),
                bool: dict(action=argparse.BooleanOptionalAction)}.get(kind, dict(type=numbers))
         option(f"--{name}", **(dict(choices=kind) if isinstance(kind, tuple) else how), help=help)
 
@@ -121,13 +124,17 @@ def fill(args, recipe, small, img_size):
     `small`; lr, if it is in neither, by the linear scaling rule."""
     micro = (args.dim or SIZES[args.size or "micro"]["dim"]) <= SIZES["micro"]["dim"]
     recipe = {**recipe, **small} if micro or max(img_size) <= 64 else recipe
+    if args.lr is not None and args.blr is not None:
+        raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
     for name, value in recipe.items():
         if getattr(args, name) is None and not (name == "lr" and args.blr is not None):
             setattr(args, name, value)
     if args.lr is None:
         args.lr = args.blr * args.batch_size / 256
-    if not isinstance(args.betas, tuple) or len(args.betas) != 2:
-        raise ValueError(f"--betas {args.betas} are not two numbers as in 0.9,0.95")
+    if not isinstance(args.betas, tuple) or len(args.betas) != 2 or max(args.betas) >= 1:
+        raise ValueError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min_lr {args.min_lr} is above the learning rate {args.lr:.3g}")
     if 0 < args.epochs < args.warmup_epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
@@ -202,7 +209,7 @@ class Split(Dataset):
             if self.unreadable.all():
                 raise ValueError(f"none of {n} pictures can be read") from None
             return self[seed, (i + 1) % n]
-        torch.manual_seed(hash((seed, i)))
+        torch.default_generator.manual_seed(hash((seed, i)))           # the CPU's alone: faster
         return self.transform(picture) if self.transform else picture, self.labels[i]
 
 
@@ -257,13 +264,13 @@ def open_data(name, img_size, args):
         parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
     else:
         parts = list_folder(Path(name))
-        files, n = Split(*parts[0]), len(parts[0][0])
-        sizes = [files[0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
+        splits, n = [Split(*part) for part in parts], len(parts[0][0])
+        sizes = [splits[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
         H, W = max(h for _, h, _ in sizes), max(w for _, _, w in sizes)
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         small = H <= img_size[0] and W <= img_size[1] and 3 * n * math.prod(img_size) < 2 ** 32
-        get_middle = partial(middle, img_size=img_size, border=0 if small else 1 / 16)
-        splits = [Split(*part, get_middle) for part in parts]
+        for split in splits:
+            split.transform = partial(middle, img_size=img_size, border=0 if small else 1 / 16)
         if not small:
             return *splits, img_size
         for k, split in enumerate(splits):
@@ -458,8 +465,10 @@ def name_run(args, name):
     """Set args.name, if it is None. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    if Path(args.name).name != args.name:
+    if Path(args.name).name != args.name or args.name == "..":
         raise ValueError(f"--name {args.name} is not a name: --runs says which folder it is in")
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
     if (folder / "last.pt").exists() and not (args.resume or args.overwrite):
         raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
                          f"it, --name NAME starts another")
@@ -578,10 +587,12 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
     last = Path(args.runs, args.name, "last.pt")
     last.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and last.exists():
-        expected = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
+        expected = {"method": content["method"], **content["config"], "optimizer": args.optimizer}
         history = resume(last, model, optimizer, scaler, expected)
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # --overwrite
+    if args.rank == 0:                                     # as last.pt has it, after a kill too
+        last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"data    {args.data}: {n} train, {len(val.labels)} val, {model.encoder.img_size} pixels,"
           f" {model.encoder.grid} patches, {'streamed' if train.transform else 'in memory'}\n"
@@ -776,8 +787,9 @@ def run(parser, work, argv):
     if argv is None:
         signal.signal(signal.SIGINT, stop)
     try:
-        if args.img_size:                                  # before any data are read
-            grid_of(args.img_size, args.patch_size or 1)
+        sizes = [pair(1 if n is None else n) for n in (args.img_size, args.patch_size)]
+        if args.img_size:
+            grid_of(*sizes)                                # before any data are read
         row = work(args)
         sys.stdout.flush()
     except BrokenPipeError:                                # as by `| head`

@@ -6,7 +6,7 @@
 A method may have its own arguments after colons, and batch_size, amp, compile, grad_checkpointing,
 as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training steps
 (train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the methods in
-turn. Below them, the attention that torch takes for the first one. The columns:
+turn. Above them, the attention that torch takes for the first one. The columns:
 
     img/s, ms/step   of that median
     GiB              most memory at once: weights, optimiser and batch, and what a step allocates
@@ -52,6 +52,7 @@ PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
 OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
+SIZE = ("dim", "depth", "heads")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 
 
@@ -93,8 +94,7 @@ def attention(B, heads, N, D, args):
     """What torch computes the attention of N tokens with on this device."""
     if args.device.type != "cuda":
         return args.device.type.upper()
-    q = torch.empty(B, heads, N, D // heads, dtype=args.dtype, device=args.device,
-                    requires_grad=True)
+    q = torch.empty(B, heads, N, D // heads, dtype=args.dtype, device=args.device).requires_grad_()
     return SDPBackend(torch._fused_sdp_choice(q, q, q)).name
 
 
@@ -118,8 +118,7 @@ class Case:
                 own[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
                 own[key] = value                           # a word
-        if not (isinstance(own["batch_size"], int) and own["batch_size"] > 0
-                and own["amp"] in DTYPES):
+        if not (type(own["batch_size"]) is int and own["batch_size"] > 0 and own["amp"] in DTYPES):
             raise ValueError(f"{spec}: batch_size is not a number above 0, or amp not one of "
                              f"{' '.join(DTYPES)}")
         self.args = SimpleNamespace(**{
@@ -127,7 +126,7 @@ class Case:
             "device": args.device, **{k: own.pop(k) for k in OWN}})
         train.start_processes(self.args)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
-        self.device, self.dtype = self.args.device, self.args.dtype
+        self.device = self.args.device
         torch.manual_seed(0)
         try:
             self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(self.device)
@@ -147,7 +146,7 @@ class Case:
         self.optimizer = train.make_optimizer(self.args, [
             dict(params=decay, weight_decay=self.args.weight_decay),
             dict(params=others, weight_decay=0.0)])
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.args.dtype is torch.float16)
         self.net = train.wrap(self.model, self.args)
         self.inputs = self.batch(self.batch_size)
 
@@ -173,20 +172,20 @@ class Case:
         return sum(kept.values()) + allocated_by(self.step, self.device)
 
 
-def measure(cases, args):
+def measure(cases, steps, warmup):
     """Rows, dicts, of the cases, the first of which the ratios refer to."""
     compiled = any(case.args.compile for case in cases)
-    if compiled:                                           # or the ninth graph would run uncompiled
-        config = torch._dynamo.config
+    if compiled:
+        config = torch._dynamo.config                      # the ninth graph would run uncompiled
         new = hasattr(config, "recompile_limit")
         setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
     for case in cases:
-        for _ in range(args.warmup):
+        for _ in range(warmup):
             case.step()
     memory = [case.memory() for case in cases]
     graphs = torch._dynamo.utils.counters["stats"].copy() if compiled else None
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
-    for i in tqdm(range(args.steps), str(cases[0].img_size), leave=False, disable=None):
+    for i in tqdm(range(steps), str(cases[0].img_size), leave=False, disable=None):
         for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
             began = time.perf_counter()
             losses[k] = cases[k].step()
@@ -203,13 +202,13 @@ def measure(cases, args):
         median, B = statistics.median(times), case.batch_size
         rates = [a / b * cases[0].batch_size / B for a, b in zip(times, seconds[0])]
         tera = case.flops / median / 1e12
-        rows.append({"method": case.spec, "image": "x".join(map(str, case.img_size)), "batch": B,
-                     "img/s": f"{B / median:.4g}", "ms/step": f"{1e3 * median:.4g}",
-                     "GiB": f"{most / 2 ** 30:.3g}", "GMAC/img": f"{case.macs / 1e9:.4g}",
-                     "TFLOP/s": f"{tera:.3g}",
-                     **({"MFU %": f"{100 * tera / peak:.3g}"} if peak and
-                        case.dtype is not torch.float32 else {}),
-                     "time": statistics.median(rates), "memory": most / memory[0]})
+        row = {"method": case.spec, "image": "x".join(map(str, case.img_size)), "batch": B,
+               "img/s": f"{B / median:.4g}", "ms/step": f"{1e3 * median:.4g}",
+               "GiB": f"{most / 2 ** 30:.3g}", "GMAC/img": f"{case.macs / 1e9:.4g}",
+               "TFLOP/s": f"{tera:.3g}"}
+        if peak and case.args.dtype is not torch.float32:
+            row["MFU %"] = f"{100 * tera / peak:.3g}"
+        rows.append({**row, "time": statistics.median(rates), "memory": most / memory[0]})
     return rows
 
 
@@ -226,30 +225,27 @@ def pipeline(args, img_size):
     files, targets, classes = train.list_folder(Path(args.data))[0]
     n = max(args.steps, 2) * args.batch_size               # as often as it takes
     ids = torch.arange(n).remainder(len(files)).split(args.batch_size)
-    options = SimpleNamespace(crop=0.2, flip=True, workers=args.workers, device=args.device, amp="auto")
-    train.start_processes(options)
-    split = train.Split(files, targets, classes, train.crop_transform(img_size, options))
+    split = train.Split(files, targets, classes, train.crop_transform(img_size, args))
     theirs = AnyFolder(Path(args.data, "train" if classes else ""), transforms.Compose([
         transforms.RandomResizedCrop(img_size, (0.2, 1),
                                      interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]))
     loader = DataLoader(theirs, batch_sampler=[part.tolist() for part in ids],
-                        num_workers=args.workers, persistent_workers=args.workers > 0)
-    model, seconds = SimpleNamespace(mean=IMAGENET_MEAN, std=IMAGENET_STD), ([], [])
+                        num_workers=args.workers)
+    seconds = [], []
 
     def ours():
-        for pictures, _ in train.load_pictures(split, ids, options):
-            normalize(pictures, model)                     # which ToTensor and Normalize do there
+        for pictures, _ in train.load_pictures(split, ids, args):
+            normalize(pictures, METHODS["mae"])            # which ToTensor and Normalize do there
 
-    for _ in range(1 + args.rounds):                       # the first one starts the workers
+    for _ in range(1 + args.rounds):                       # the first one warms up
         for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
     seconds = [times[1:] for times in seconds]
     return [{"pipeline": name, "image": "x".join(map(str, img_size)), "workers": args.workers,
-             "images": n,
              "img/s a worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
              "speed": statistics.median(b / a for a, b in zip(times, seconds[1]))}
             for name, times in zip(("train.py", "torchvision"), seconds)]
@@ -257,15 +253,13 @@ def pipeline(args, img_size):
 
 def epoch_of(spec, img_size, args):
     """The line of the log of an epoch of train.py on --data."""
-    method, *options = spec.split(":")
-    words = ["--method", method, "--data", args.data, "--epochs", "1", "--warmup_epochs", "0",
-             "--eval_images", "8", "--img_size", ",".join(map(str, img_size)),
-             "--patch_size", ",".join(map(str, pair(args.patch_size or 16)))]
-    for name in ("size", "dim", "depth", "heads", "batch_size", "workers", "amp", "device"):
-        value = getattr(args, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    words += [f"--{name}" for name in ("compile", "grad_checkpointing") if getattr(args, name)]
-    for name, _, value in (option.partition("=") for option in options):
+    method, *own = spec.split(":")
+    given = {name: getattr(args, name) for name in (*OWN, *SIZE, "size", "workers", "device")}
+    given |= dict(img_size="%d,%d" % img_size, patch_size="%d,%d" % pair(args.patch_size or 16),
+                  data=args.data, epochs=1, warmup_epochs=0, eval_images=8)
+    options = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
+    words = ["--method", method]
+    for name, _, value in (option.partition("=") for option in options + own):
         words += {"True": [f"--{name}"], "False": [f"--no-{name}"]}.get(value, [f"--{name}", value])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         return train.main([*words, "--runs", folder])
@@ -275,40 +269,38 @@ def run(args):
     """Measure, print and return the rows of a parsed command line."""
     if args.jpegs == 1 or args.jpegs and not args.data:
         raise ValueError(f"--jpegs {args.jpegs} is less than 2, or has no --data FOLDER to go to")
-    device = SimpleNamespace(device=args.device, amp=args.amp)
-    train.start_processes(device)
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {device.device}, "
-          f"{torch.get_num_threads()} threads, {device.dtype}")
-    rows, more = [], []
+    args.crop, args.flip, rows = 0.2, True, []
+    train.start_processes(args)
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
+          f"{torch.get_num_threads()} threads, {args.dtype}")
     if args.jpegs:
         make_jpegs(Path(args.data), args.jpegs)
     for img_size in map(pair, args.img_size):
         if args.data:
             rows += pipeline(args, img_size)
-            epochs = {spec: epoch_of(spec, img_size, args) for spec in args.method or ["mae"]}
-            more += [f"{spec}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting"
-                     for spec, row in epochs.items()]
+            for spec in args.method or ["mae"]:
+                row = epoch_of(spec, img_size, args)
+                print(f"{spec}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
             continue
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
-        rows += measure(cases, args)
-        more = [f"attention: {cases[0].attention}"]
-        few = min(case.batch_size for case in cases)
-        if few < 256 and cases[0].device.type == "cuda":
-            more.append(f"note    batches of {few} measure how fast kernels are launched, not the "
-                        f"GPU: --batch_size 256 or more")
+        print(f"attention: {cases[0].attention}")
+        if args.device.type == "cuda" and min(case.batch_size for case in cases) < 256:
+            print("note    fewer than 256 pictures measure how fast kernels are launched, not the "
+                  "GPU: --batch_size")
+        rows += measure(cases, args.steps, args.warmup)
         del cases
-    print(train.as_table(rows), *more, sep="\n")
+    print(train.as_table(rows))
     return rows
 
 
 def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
-    parser = train.Parser("tests.bench", description=__doc__, allow_abbrev=False,
-                          formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option, count = parser.add_argument, number(int, 1)
     option("--method", nargs="+", help="(all; with --data: mae)")
     option("--size", choices=SIZES, default="base")
-    for part in ("dim", "depth", "heads"):
+    for part in SIZE:
         option(f"--{part}", type=count, help="instead of the size's")
     option("--img_size", nargs="+", type=numbers, default=[224], help="or H,W, or several")
     option("--patch_size", type=numbers, help="or H,W (16)")

@@ -1,28 +1,24 @@
 """A GPU that is not there, to find without one where tensors of two devices would meet, and where
-a program would wait for the GPU: `with pretend.gpu(monkeypatch) as waits: train.main([...])`.
+a step would wait for the GPU: `with pretend.gpu(monkeypatch) as waits: train.main([...])`.
 
 Its tensors say cuda:0, compute on the CPU, refuse to meet a CPU's tensor of one or more dimensions,
 as torch does, and note in `waits` the functions that were running when a value of theirs was asked
 for. What torch does with a device below Python (memory, streams, kernels) is not pretended."""
 
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import _group_tensors_by_device_and_dtype as group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchvision.transforms import v2
 
 import train
 
-ROOT = Path(__file__).parent.parent
-DEVICE = torch.device("cuda:0")
-WAITS = []
-GROUP = "_group_tensors_by_device_and_dtype"
-GROUPERS = ("torch.optim.optimizer", "torch.nn.utils.clip_grad")
+ROOT, DEVICE, WAITS = Path(__file__).parent.parent, torch.device("cuda:0"), []
 
 
 def on_gpu(device):
@@ -49,9 +45,7 @@ class Tensor(torch.Tensor):
         self.inner = real
         return self
 
-    device = property(lambda self: DEVICE)
-    is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
+    device, is_cuda = property(lambda self: DEVICE), property(lambda self: True)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -59,22 +53,17 @@ class Tensor(torch.Tensor):
         return call(function, args, kwargs or {})
 
     def __reduce_ex__(self, protocol):                     # as it is saved
-        real = self.inner.detach()
-        return (torch.nn.Parameter(real) if isinstance(self, torch.nn.Parameter) else
-                real).__reduce_ex__(protocol)
-
-    def __repr__(self):
-        return f"{self.inner!r} on {DEVICE}"
+        return self.inner.detach().__reduce_ex__(protocol)
 
     def tolist(self):
         wait()
         return self.inner.tolist()
 
-    def numpy(self):
-        raise TypeError("a GPU's tensor has no numpy()")
-
     def cpu(self):
         return self.to("cpu")
+
+    def __format__(self, spec):
+        return format(self.item(), spec)
 
     def to(self, *args, copy=False, **kwargs):
         if args and torch.is_tensor(args[0]):
@@ -85,9 +74,6 @@ class Tensor(torch.Tensor):
             return self.inner.detach().to(dtype or self.dtype)
         return self if dtype in (None, self.dtype) else torch.Tensor.to(self, dtype)
 
-    def new_tensor(self, data):
-        return Tensor(self.inner.new_tensor(data))
-
 
 def call(function, args, kwargs):
     """Compute function(*args, **kwargs) on the CPU; the result is on the GPU if an argument is."""
@@ -95,9 +81,8 @@ def call(function, args, kwargs):
     leaves, spec = tree_flatten((args, kwargs))
     ours = [x for x in leaves if isinstance(x, Tensor)]
     others = [x for x in leaves if torch.is_tensor(x) and not isinstance(x, Tensor)]
-    indexed = name.startswith(("index.", "index_put")) or name in ("index", "_index_put_impl_")
-    may_meet = name in ("copy_", "_to_copy") or indexed and isinstance(args[0], Tensor)
-    if ours and not may_meet and any(x.dim() for x in others):
+    indexed = name.startswith(("index", "_index")) and isinstance(args[0], Tensor)
+    if ours and any(x.dim() for x in others) and name not in ("copy_", "_to_copy") and not indexed:
         raise RuntimeError(f"{name}: tensors on {DEVICE} and cpu")
     arrives = name == "_to_copy" and not ours and on_gpu(kwargs.get("device"))
     if arrives and not kwargs.get("non_blocking") or ours and name in (
@@ -120,58 +105,17 @@ class Mode(TorchDispatchMode):
         return call(function, args, kwargs or {})
 
 
-class Generator(torch.Generator):
-    """One that knows its device."""
-
-    def __new__(cls, device="cpu"):
-        self = super().__new__(cls)
-        self.gpu = on_gpu(device)
-        return self
-
-    def __init__(self, device="cpu"):
-        pass
-
-
-def drawing(function):
-    """A function that draws, which refuses a generator of another device."""
-    def draw(*args, generator=None, device=None, **kwargs):
-        if generator is not None and getattr(generator, "gpu", False) != on_gpu(device):
-            raise RuntimeError(f"{function.__name__}: a generator of another device")
-        return function(*args, generator=generator, device=device, **kwargs)
-    return draw
-
-
-def placing(function):
+def placed(data, dtype=None, device=None, tensor=torch.as_tensor):
     """torch.tensor or as_tensor, in two steps."""
-    def place(data, dtype=None, device=None):
-        x = data if isinstance(data, Tensor) else function(data, dtype=dtype)
-        return x if device is None else x.to(device)
-    return place
+    x = data if isinstance(data, Tensor) else tensor(data, dtype=dtype)
+    return x if device is None else x.to(device)
 
 
-def grouping(function):
-    """Groups of tensors by device and dtype, as optimisers make them: below Python, where that is
-    done, ours are on the CPU."""
-    def group(tensors, *args, **kwargs):
-        ours = any(isinstance(x, Tensor) for column in tensors for x in column)
-        return {(DEVICE if ours else device, dtype): rest
-                for (device, dtype), rest in function(tensors, *args, **kwargs).items()}
-    return group
-
-
-@contextmanager
-def real_gpu(monkeypatch):
-    """As gpu, of one that is there: torch warns of waits."""
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_: "synchroniz" in str(message) and wait()
-        WAITS.clear()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield WAITS
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+def grouped(tensors, *args, **more):
+    """As optimisers group tensors by device: below Python, where that is done, ours are a CPU's."""
+    ours = any(isinstance(x, Tensor) for column in tensors for x in column)
+    return {(DEVICE if ours else device, dtype): rest
+            for (device, dtype), rest in group(tensors, *args, **more).items()}
 
 
 @contextmanager
@@ -179,9 +123,9 @@ def gpu(monkeypatch):
     """The list of waits. Inside, --device cuda is there, and the default."""
     autocast, one_hot, loader = torch.autocast, F.one_hot, train.DataLoader
 
-    def one_hot_of(x, num_classes=-1):
-        return Tensor(one_hot(x.inner, num_classes)) if isinstance(x, Tensor) else one_hot(
-            x, num_classes)
+    def one_hot_of(x, n=-1, num_classes=-1):
+        classes = max(n, num_classes)
+        return Tensor(one_hot(x.inner, classes)) if isinstance(x, Tensor) else one_hot(x, classes)
 
     with monkeypatch.context() as patch:
         for owner, name, value in (
@@ -191,22 +135,17 @@ def gpu(monkeypatch):
                 (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
                 (torch.cuda, "is_current_stream_capturing", lambda: False),
                 (torch.accelerator, "current_accelerator", lambda check_available=False: None),
-                (torch, "Generator", Generator),
                 (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
                 (train, "DataLoader", lambda *a, **k: loader(*a, **{**k, "pin_memory": False})),
                 (F, "one_hot", one_hot_of), (v2._augment, "one_hot", one_hot_of),
-                *((owner, GROUP, grouping(getattr(owner, GROUP)))
-                  for owner in map(sys.modules.get, GROUPERS)),
-                *((torch, name, drawing(getattr(torch, name)))
-                  for name in ("rand", "randn", "randint", "randperm")),
-                *((torch, name, placing(getattr(torch, name)))
-                  for name in ("tensor", "as_tensor"))):
+                (torch, "tensor", placed), (torch, "as_tensor", placed), *((owner, group.__name__, grouped) for owner in (
+                    sys.modules["torch.optim.optimizer"], sys.modules["torch.nn.utils.clip_grad"]))):
             patch.setattr(owner, name, value)
-        overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         WAITS.clear()
         try:
             with Mode():
                 yield WAITS
         finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+            torch.__future__.set_overwrite_module_params_on_conversion(before)
