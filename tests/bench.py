@@ -146,7 +146,8 @@ class Case:
         self.optimizer = train.make_optimizer(self.args, [
             dict(params=decay, weight_decay=self.args.weight_decay),
             dict(params=others, weight_decay=0.0)])
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.args.dtype is torch.float16)
+        half = self.args.dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.net = train.wrap(self.model, self.args)
         self.inputs = self.batch(self.batch_size)
 

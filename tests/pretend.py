@@ -138,8 +138,9 @@ def gpu(monkeypatch):
                 (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
                 (train, "DataLoader", lambda *a, **k: loader(*a, **{**k, "pin_memory": False})),
                 (F, "one_hot", one_hot_of), (v2._augment, "one_hot", one_hot_of),
-                (torch, "tensor", placed), (torch, "as_tensor", placed), *((owner, group.__name__, grouped) for owner in (
-                    sys.modules["torch.optim.optimizer"], sys.modules["torch.nn.utils.clip_grad"]))):
+                (torch, "tensor", placed), (torch, "as_tensor", placed),
+                (sys.modules["torch.optim.optimizer"], group.__name__, grouped),
+                (sys.modules["torch.nn.utils.clip_grad"], group.__name__, grouped)):
             patch.setattr(owner, name, value)
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -64,7 +64,7 @@ def test_compiled_steps_are_not_compiled_again(monkeypatch, capsys):
     measured(*words)
     assert "compiled again" not in capsys.readouterr().out
     counts, step = torch._dynamo.utils.counters["stats"], bench.Case.step
-    monkeypatch.setattr(bench.Case, "step", lambda case: (counts.update(unique_graphs=1), step(case))[1])
+    monkeypatch.setattr(bench.Case, "step", lambda case: (counts.update(graphs=1), step(case))[1])
     measured(*words)
     assert "compiled again" in capsys.readouterr().out
 
@@ -101,5 +101,5 @@ def test_the_input_pipeline(tmp_path, capsys):
         assert theirs["speed"] == 1
         assert float(ours["img/s a worker"]) > 0.3 * float(theirs["img/s a worker"])
     said = capsys.readouterr().out
-    assert said.count("of the time waiting") == 4 and torch.__version__ in said and "next" not in said
+    assert said.count("of the time waiting") == 4 and torch.__version__ in said
     assert len(bench.main([*words, "--data", str(folder / "train" / "a")])) == 2
