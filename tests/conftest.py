@@ -100,8 +100,8 @@ def refused(capsys):
 def shell(file, *words, processes=0):
     """Run a script in a process of its own, or in several under torchrun, as a user does."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *launch * (processes > 0), str(ROOT / file), *words, "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200,
+    words = [*launch * (processes > 0), str(ROOT / file), *words, "--device", "cpu"]
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

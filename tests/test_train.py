@@ -1,3 +1,4 @@
+import argparse
 import json
 import math
 import multiprocessing
@@ -42,8 +43,9 @@ def test_class_folders_in_memory(folder):
     assert part.labels.tolist() == [0] * 20 + [1] * 20
     red, blue = (x.float().mean((0, 2, 3)) for x in part.pictures.split(20))
     assert red[0] > red[2] + 50 and blue[2] > blue[0] + 50
-    wide = train.open_data(str(folder), (24, 32), settings(workers=2))[0].pictures
-    assert wide.shape == (40, 3, 24, 32) and not multiprocessing.active_children()
+    a, b = (train.open_data(str(folder), (24, 32), settings(workers=n))[0].pictures for n in (0, 2))
+    assert a.shape == (40, 3, 24, 32) and torch.equal(a, b)
+    assert not multiprocessing.active_children()
 
 
 def test_flat_folder_holds_out_by_name(tmp_path):
@@ -78,7 +80,7 @@ def test_streamed_pictures(tmp_path):
     split, _, size = train.open_data(str(tmp_path), 8, settings())
     assert size == (8, 8) and isinstance(split.pictures[0], str)
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
-    batches = torch.randperm(400, generator=torch.Generator().manual_seed(0)).split(300)
+    batches = torch.randperm(400).split(300)
 
     def draw(workers, seed):
         return [*train.load_pictures(split, batches, settings(workers=workers), seed)]
@@ -90,13 +92,6 @@ def test_streamed_pictures(tmp_path):
     assert not torch.equal(first, second)
     assert torch.equal(draw(2, seed=1)[0][0], first) and torch.equal(draw(2, seed=2)[0][0], second)
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("words", [[], ["--img_size", "8"]], ids=["in memory", "streamed"])
-def test_workers_change_nothing(pretrain, capsys, words):
-    a, b = (pretrain(*words, "--workers", n, name=n)["model"] for n in "02")
-    assert same(a, b)
-    assert ("streamed" if words else "in memory") in capsys.readouterr().out
 
 
 def test_decoders(tmp_path):
@@ -257,8 +252,7 @@ def test_a_run_leaves_everything(pretrain, capsys):
     model, images = train.load("runs/mae/last.pt"), torch.randn(2, 3, 16, 16)
     assert same(model.state_dict(), content["model"]) and not model.training
     assert model.reconstruct(images)[0].shape == images.shape
-    with Image.open("runs/mae/recon.png") as picture:
-        assert picture.size == (4 * 130 + 2, 8 * 130 + 2)
+    assert Image.open("runs/mae/recon.png").size == (4 * 130 + 2, 8 * 130 + 2)
 
 
 def test_names_of_runs(tmp_path, folder, monkeypatch, refused):
@@ -269,8 +263,7 @@ def test_names_of_runs(tmp_path, folder, monkeypatch, refused):
     train.main([*words, "one/my pictures/"])
     train.main([*words, str(folder), "--method", "crossmae"])
     assert {*os.listdir("runs")} == {"mae_my_pictures", f"crossmae_{folder.name}"}
-    Path("runs/mae_shapes").mkdir()
-    Path("runs/mae_shapes/last.pt").write_text("")
+    Path("runs/mae_my_pictures").rename("runs/mae_shapes")
     refused(train.main, [], "runs/mae_shapes holds a run")
 
 
@@ -407,8 +400,7 @@ def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
 
 def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
-    args = __import__("argparse").Namespace(lr=1)
-    torch.save({"model": state, "args": args}, tmp_path / "mae.pth")
+    torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
     words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
              "--epochs", "0", "--init", "mae.pth"]
     content = pretrain(*words, name="other")               # another decoder: encoder only
@@ -421,11 +413,10 @@ def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, ca
     assert "from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
     again = pretrain(*words, "--init", "runs/whole/last.pt", name="again")     # or one of its own
     assert same(content["model"], again["model"])
-
     words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
-    lost = "blocks.1.attn.proj.bias"
-    torch.save({k: v for k, v in state.items() if k != lost}, tmp_path / "mae.pth")
-    refused(train.main, words, "mae.pth", f"encoder.{lost} is missing")
+    del state["blocks.1.attn.proj.bias"]
+    torch.save(state, tmp_path / "mae.pth")
+    refused(train.main, words, "mae.pth", "encoder.blocks.1.attn.proj.bias is missing")
     assert not Path("runs/broken").exists()
 
 
@@ -448,8 +439,7 @@ def into_a_closed_pipe(*words):
 def test_a_closed_pipe(tmp_path, folder, monkeypatch):
     """As `| head -1` leaves it: without a traceback."""
     monkeypatch.chdir(tmp_path)
-    words = ["--data", str(folder), *TINY, *DECODER]
-    code, lines = ended(fork(into_a_closed_pipe, *words))
+    code, lines = ended(fork(into_a_closed_pipe, "--data", folder, *TINY, *DECODER))
     assert code != 0 and lines == []
 
 
@@ -563,9 +553,8 @@ def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
     files = [f"runs/{name}/last.pt" for name in ("mae", "crossmae", "minr", "imae")]
     rows = train.main(["--workers", "0", "--mask_ratios", "0.75", "--eval", *files])
     said = capsys.readouterr().out
-    assert len(rows) == 4 and all("psnr_decoded" in row for row in rows)
-    assert "share of visible" in said and "subordinate" in said
-    for file, columns in (("crossmae/contributions", 4), ("minr/rendered", 2), ("imae/unmix", 6)):
-        with Image.open(f"runs/{file}.png") as picture:
-            assert picture.width == columns * 130 + 2 and f"runs/{file}.png" in said
+    assert len(rows) == 4 and "share of visible" in said and "subordinate" in said
+    for name, columns in (("crossmae/contributions", 4), ("minr/rendered", 2), ("imae/unmix", 6)):
+        file = f"runs/{name}.png"
+        assert Image.open(file).width == columns * 130 + 2 and file in said
     assert Path("runs/crossmae/map_weights.png").exists()
