@@ -1,0 +1,60 @@
+"""The README: its Python runs, its links lead somewhere, its commands run in their order."""
+
+import re
+
+import pytest
+import torch
+from torchvision import datasets
+
+import finetune
+import train
+import vit
+from tests.conftest import ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+LOOP, MODELS, FORWARD, TIMM = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_python(pretrain, folder, monkeypatch):
+    pretrain("--epochs", "0", "--warmup_epochs", "0", name="mae_shapes")
+    monkeypatch.setattr(datasets, "CIFAR10", lambda root, transform, download: datasets.FakeData(
+        64, (3, 32, 32), transform=transform))
+    exec(LOOP, names := {"vit": vit})
+    exec(MODELS + FORWARD, names)
+    finetune.main(["--checkpoint", "encoder.pth", "--data", str(folder), "--mode", "knn"])
+
+    class SimMIM(train.MAE):
+        small, forward = {}, names["forward"]
+
+        def __init__(self, *, mask_ratio=0.5, **sizes):
+            super().__init__(**sizes, mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2)
+            self.head = torch.nn.Linear(16, 48)
+    monkeypatch.setitem(train.METHODS, "simmim", SimMIM)
+    assert pretrain("--method", "simmim", name="simmim", own=[])["history"][-1]["loss"] > 0
+
+
+def test_timm(tmp_path, monkeypatch):
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    exec(TIMM, names := {})
+    x, model, other = torch.randn(2, 3, 224, 224), names["model"], names["vit"]
+    assert (other.forward_features(x) - model.encoder(x)).abs().max() < 1e-5
+    assert train.read("mae_vit_base.pth")["config"]["depth"] == 12
+
+
+def test_commands_and_links(monkeypatch):
+    scripts, flags, runs = {"train": train, "finetune": finetune}, {"--table"}, set()
+    for script in scripts.values():                        # which only parse
+        monkeypatch.setattr(script, "run", lambda parser, work, argv: (
+            flags.update(parser._option_string_actions), parser.parse_args(argv))[1])
+    shell = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", "")
+    for script, words in re.findall(r"(\w+)\.py(.*?)(?:  #.*)?\n", shell):
+        assert {*re.findall(r"runs/(\w+)/last.pt", words)} <= runs         # made further up
+        args = scripts[script].main(words.split())
+        if script == "train" and not args.eval:            # no run twice
+            runs.add(args.name or f"{args.method}_{(args.data or 'shapes').split('/')[-1]}")
+    assert len(runs) == len(re.findall(r"train\.py", shell)) - len(re.findall("--eval ", shell))
+    assert {*re.findall(r"--[\w-]+", " ".join(re.findall(r"`(--[^`]*)`", TEXT)))} <= flags
+    titles = [t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)]
+    assert titles == re.findall(r"\(#(.*?)\)", TEXT)[:len(titles)]         # the contents
+    assert all((ROOT / (a or b)).is_file() for a, b in re.findall(r'src="(.*?)"|`(\S+\.py)`', TEXT))
