@@ -104,11 +104,13 @@ def test_decoders(tmp_path):
     palette = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
     white = Image.new("RGB", picture.size, "white")
     cases = [(f"{kind}.jpg", picture.convert(kind), None, {}) for kind in ("RGB", "L", "CMYK")]
+    cases += [(f"{mode} 狮.png", picture.convert(mode), None, {}) for mode in ("L", "LA", "RGBA")]
     for turn in range(1, 9):
         exif = picture.getexif()
         exif[0x0112] = turn
         cases += [(f"{turn}.{end}", picture, None, dict(exif=exif)) for end in ("jpg", "png")]
-    cases += [("p.png", palette, palette.convert("RGB"), {}), ("a.png", clear, white, {}),
+    cases += [("point.jpg", picture.resize((1, 1)), None, {}), ("a.png", clear, white, {}),
+              ("p.png", palette, palette.convert("RGB"), {}),
               ("t.png", palette, white, dict(transparency=bytes(4))),
               ("16.png", Image.fromarray(deep), Image.fromarray((deep >> 8).astype("uint8")), {}),
               ("x.bmp", picture, picture, {}), ("x.webp", picture, picture, dict(lossless=True))]
