@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
@@ -164,6 +165,32 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
             not n.startswith("teacher.")} <= {"decoder_pos_embed", "encoder.pos_embed"}
 
 
+@cases
+def test_on_a_gpu_that_is_not_there(name, options):
+    """Of torch's fake tensors: none of two devices meet, and no value is waited for."""
+    model = build(name, **options)
+    images, noise = inputs_of(model)
+    inputs = [images, noise, *((images, torch.rand(3)) if name == "imae" else ())]
+    state, mode = model.state_dict(), FakeTensorMode()
+    with mode:
+        state = {k: mode.from_tensor(v).cuda() for k, v in state.items()}
+        inputs = tuple(mode.from_tensor(x).cuda() for x in inputs)
+        loss, metrics = torch.func.functional_call(model, state, inputs)
+        assert all(x.is_cuda for x in (loss, *metrics.values()))
+
+
+@methods
+def test_a_step_waits_for_nothing(name):
+    """On the device of tensors without values."""
+    model, inputs = build(name).to("meta"), [x[:2].to("meta") for x in images_and_noise()]
+    args = SimpleNamespace(accum=2, clip_grad=1, world=1, dtype=torch.float32,
+                           device=torch.device("cpu"))
+    train.train_step(model, torch.optim.AdamW(model.parameters()),
+                     torch.amp.GradScaler("cpu", enabled=False), inputs, args)
+    with pytest.raises(RuntimeError, match="item"):
+        model.encoder.cls_token.sum().item()
+
+
 @methods
 def test_noise(name):
     """None draws a new mask each time. Of noise, only who is visible matters, not the order."""
@@ -288,18 +315,17 @@ def test_a_call_changes_nothing(name):
 IMPOSSIBLE = {
     "crossmae": [
         (dict(prediction_ratio=0.8), "prediction_ratio 0.8"), (dict(mask_ratio=0.5), "give both"),
-        (dict(prediction_ratio=0), "ratio 0 "), (dict(prediction_ratio=1e-17), "1e-17"),
-        (dict(feature_maps="first"), "feature_maps first"), (dict(feature_maps=(0,)), "the last"),
+        (dict(prediction_ratio=1e-17), "1e-17"), (dict(feature_maps=(0,)), "the last"),
+        (dict(feature_maps="first"), "feature_maps first"), (dict(decoder_heads=0), "0 heads"),
         (dict(feature_maps=(1, 1)), "different"), (dict(feature_maps=(1, 2)), "from 0 to 1"),
-        (dict(feature_maps=(1.0,)), "different blocks"), (dict(decoder_heads=0), "0 heads"),
         (dict(feature_maps="last", include_input=True), "include_input"),
         (dict(feature_maps="last", softmax_weights=True), "softmax_weights"),
         (dict(feature_maps="last", project_maps=True), "project_maps"),
         (dict(feature_maps=(1,), include_input=False, softmax_weights=True), "one map"),
-        (dict(decoder_heads=3), "width 16 is not a multiple"), (dict(decoder_depth=0), "depth 0")],
+        (dict(decoder_depth=0), "depth 0")],
     "hypermae": [
-        (dict(modulated_layer=3), "modulated_layer 3"), (dict(modulated_layer=-1), "layer -1"),
-        (dict(shared_blocks=3), "shared_blocks 3"), (dict(feat2w_depth=0), "feat2w_depth 0"),
+        (dict(modulated_layer=3), "modulated_layer 3"), (dict(feat2w_depth=0), "feat2w_depth 0"),
+        (dict(shared_blocks=3), "shared_blocks 3"),
         (dict(pe_dim=7), "pe_dim 7"), (dict(pe_sigma=float("nan")), "pe_sigma nan"),
         (dict(n_weight_tokens=0), "n_weight_tokens 0"), (dict(loss_on="some"), "loss_on some")],
     "minr": [
@@ -349,12 +375,12 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
 @methods
 def test_the_seed_is_the_run(name, pretrain):
     """Two runs are equal, in pieces or not."""
-    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.01", "--epochs", "1"]
+    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1"]
     words += ["--pixel_fraction", "0.3", "--coord_jitter"] if name == "minr" else []
     a = pretrain(*words, name="a", own=flags(BASE[name]))
     b = pretrain(*words, name="b", own=flags(BASE[name]))
-    c = pretrain(*words, "--accum", "2", name="c", own=flags(BASE[name]))
-    assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-5)
+    c = pretrain(*words, "--accum", "4", name="c", own=flags(BASE[name]))
+    assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-6)
 
 
 def train_under_ddp(rank, port, world, compiled):
