@@ -17,7 +17,7 @@ import finetune
 import train
 from mae import MAE
 from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, settings, shell,
-                            stopping_after_two, together, write_pictures)
+                            together, write_pictures)
 from tests.golden import load
 from vit import denormalize, from_released, patchify
 
@@ -323,17 +323,8 @@ def test_evaluating_now_and_then(pretrain, capsys):
     assert last["loss"] < 0.9 * first["loss"] and last["psnr_hidden"] > first["psnr_hidden"] + 0.5
 
 
-SGD = ["--batch_size", "40", "--optimizer", "sgd", "--lr", "0.1", "--epochs", "4"]
 HALF = {"mae": DECODER, "minr": ["--method", "minr", "--pixel_fraction", "0.5", "--hidden_dim", "8",
                                  "--groups", "4", "--ff_dim", "4"]}
-
-
-@pytest.mark.parametrize("method", HALF)
-def test_accumulated_pieces_are_one_batch(pretrain, method):
-    whole = pretrain(*SGD, own=HALF[method], name="whole")["model"]
-    pieces = pretrain(*SGD, "--accum", "5", own=HALF[method], name="pieces")["model"]
-    start = pretrain(*SGD, "--epochs", "0", "--warmup_epochs", "0", own=HALF[method], name="start")
-    assert same(whole, pieces, atol=1e-6) and not same(whole, start["model"], atol=1e-3)
 
 
 @pytest.mark.parametrize("processes, method", [(2, "mae"), (3, "mae"), (2, "minr")])
@@ -363,22 +354,6 @@ def test_a_process_without_a_validation_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     together("train.py", "--data", "flat", "--name", "x", *TINY, *DECODER)
     assert Path("runs/x/recon.png").exists()
-
-
-@pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
-def test_resuming_is_not_having_stopped(pretrain, monkeypatch, words):
-    straight = pretrain("--epochs", "4", *words, name="straight")
-    with stopping_after_two(monkeypatch):
-        pretrain("--epochs", "4", *words, name="stopped")
-    assert train.read("runs/stopped/last.pt")["epoch"] == 2
-    resumed = pretrain("--epochs", "4", "--resume", *words, name="stopped")
-    assert same(straight["model"], resumed["model"])
-    states = [run["optimizer"]["state"].values() for run in (straight, resumed)]
-    assert all(same(a, b) for a, b in zip(*states, strict=True))
-    timed = {"img_s", "wait", "train_s", "eval_s", "save_s"}
-    a, b = ([{k: row[k] for k in row.keys() - timed} for row in log(name)]
-            for name in ("straight", "stopped"))
-    assert a == b and len(a) == 4
 
 
 def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
