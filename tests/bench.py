@@ -141,11 +141,9 @@ class Case:
         one, two = (count_flops(lambda: self.model(*self.batch(B))[0].backward()) for B in (1, 2))
         self.flops = one + (self.batch_size - 1) * (two - one)         # some work is once a batch
         self.model.zero_grad()
-        decay = [p for p in self.model.parameters() if p.requires_grad and p.ndim > 1]
-        others = [p for p in self.model.parameters() if p.requires_grad and p.ndim <= 1]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = train.make_optimizer(self.args, [
-            dict(params=decay, weight_decay=self.args.weight_decay),
-            dict(params=others, weight_decay=0.0)])
+            dict(params=trained, weight_decay=self.args.weight_decay)])
         half = self.args.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.net = train.wrap(self.model, self.args)
