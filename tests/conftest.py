@@ -144,9 +144,9 @@ def ended(process, seconds=60):
     return code, Path("err").read_text().strip().splitlines()
 
 
-def together(*words, processes=2):
+def together(*words, processes=2, work=script):
     """What `python train.py ...` prints if several processes run it under torchrun."""
-    code, lines = ended(fork(partial(torchrun, processes=processes), script, *words))
+    code, lines = ended(fork(partial(torchrun, processes=processes), work, *words))
     assert code == 0, lines
     return Path("out").read_text()
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
@@ -381,38 +380,6 @@ def test_the_seed_is_the_run(name, pretrain):
     b = pretrain(*words, name="b", own=flags(BASE[name]))
     c = pretrain(*words, "--accum", "4", name="c", own=flags(BASE[name]))
     assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-6)
-
-
-def train_under_ddp(rank, port, world, compiled):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    torch.compile = partial(torch.compile, backend="aot_eager")        # of this process alone
-    images, noise = images_and_noise(2 * world)
-    args = SimpleNamespace(grad_checkpointing=False, compile=compiled, world=world)
-    for name in METHODS:
-        torch._dynamo.reset()
-        models = [build(name, depth=1) for _ in range(2)]  # an unused parameter stops the 2nd step
-        nets = train.wrap(models[0], args), models[1]
-        for net, rows in zip(nets, (slice(2 * rank, 2 * rank + 2), slice(None))):
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            pairs = (images.roll(1, 0)[rows], torch.tensor(0.3)) if name == "imae" else ()
-            for _ in range(2):
-                net(images[rows], noise[rows], *pairs)[0].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for a, b in zip(*(model.parameters() for model in models)):
-            assert torch.allclose(a, b, atol=1e-5), name
-            first = a.detach().clone()
-            dist.broadcast(first, 0)
-            assert torch.equal(a, first), name             # the same on all of them
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("world, compiled", [(3, False), (2, True)])
-def test_several_processes_are_one(world, compiled):
-    """Two steps of each method, against one process without DDP and without compile."""
-    port = 29_000 + torch.randint(9_000, ()).item()
-    torch.multiprocessing.start_processes(train_under_ddp, (port, world, compiled), world,
-                                          start_method="fork")
 
 
 @pytest.mark.parametrize("name, options, checkpointing", [

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from mae import MAE
 from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, settings, shell,
                             together, write_pictures)
 from tests.golden import load
+from tests.test_methods import BASE, flags
 from vit import denormalize, from_released, patchify
 
 
@@ -323,24 +325,28 @@ def test_evaluating_now_and_then(pretrain, capsys):
     assert last["loss"] < 0.9 * first["loss"] and last["psnr_hidden"] > first["psnr_hidden"] + 0.5
 
 
-HALF = {"mae": DECODER, "minr": ["--method", "minr", "--pixel_fraction", "0.5", "--hidden_dim", "8",
-                                 "--groups", "4", "--ff_dim", "4"]}
+def eager(*words):
+    torch.compile = partial(torch.compile, backend="aot_eager")        # of this process alone
+    script(*words)
 
 
-@pytest.mark.parametrize("processes, method", [(2, "mae"), (3, "mae"), (2, "minr")])
-def test_several_processes_are_one(pretrain, folder, processes, method):
+@pytest.mark.parametrize("processes, method, more", [
+    (3, "mae", []), *((2, name, more) for name in train.METHODS for more in ([], ["--compile"]))])
+def test_several_processes_are_one(pretrain, folder, processes, method, more):
     """The same weights after all steps: the same pictures, crops and masks, divided. By SGD: Adam
     makes steps of full size of rounding errors where a gradient is zero, as of a key's bias. A
     batch of 12 does not divide the 40 pictures, nor do the processes the 11 to validate on."""
-    words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12"]
-    one = pretrain(*words, name="one", own=HALF[method])
-    words = ["--data", str(folder), "--name", "two", *TINY, *HALF[method], *words]
-    if (processes, method) == (2, "mae"):                  # with the real torchrun
+    words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
+             "--method", method, *flags(BASE[method])]
+    words += ["--pixel_fraction", "0.5"] if method == "minr" else []
+    one = pretrain(*words, name="one", own=[])
+    words = ["--data", str(folder), "--name", "two", *TINY, *words, *more]
+    if (processes, method, more) == (2, "mae", []):        # with the real torchrun
         done = shell("train.py", *words, processes=2)
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
         said = done.stdout
     else:
-        said = together("train.py", *words, processes=processes)
+        said = together("train.py", *words, processes=processes, work=eager)
     two = train.read("runs/two/last.pt")
     assert same(one["model"], two["model"], atol=1e-6)
     assert said.count("epoch 2:") == 1                     # one process speaks
@@ -523,7 +529,7 @@ def test_eval_of_normalised_patches(pretrain, capsys):
 def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
     """i-MAE's separability and mixtures, CrossMAE's and MINR's pictures, MAE's attention."""
     pretrain()
-    for name, own in (("crossmae", DECODER), ("minr", HALF["minr"]), ("imae", [
+    for name, own in (("crossmae", DECODER), ("minr", flags(BASE["minr"])), ("imae", [
             *DECODER, "--teacher", "runs/mae/last.pt"])):
         pretrain("--method", name, name=name, own=own)
     capsys.readouterr()
