@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_methods import build, images_and_noise
-from vit import denormalize, mask_noise
+from vit import mask_noise
 
 
 def ids_of(model, images, noise):
@@ -143,13 +143,3 @@ def test_contributions_add_up(options):
     assert torch.allclose(cells[:, 1:-1].sum(1)[~visible], last[~visible], atol=1e-4)
     wanted = model.reconstruct(images, model.encoder.fixed_noise(images))[0]
     assert torch.allclose(last, wanted, atol=1e-4)
-
-
-def test_heat_map():
-    """Largest weight white or black, 0 grey, a row a decoder block."""
-    model, (images, _) = build("crossmae"), images_and_noise()
-    model.wfm["linear"].weight.data = torch.tensor([[0.0, 1.0, -2.0], [2.0, 0.5, 0.0]])
-    heat = model.figures(images)["map_weights"]
-    seen = denormalize(heat[0], model)[0]
-    wanted = torch.tensor([[0.5, 0.75, 0.0], [1.0, 0.625, 0.5]])
-    assert heat.shape == (1, 1, 3, 2, 3) and torch.allclose(seen[0], wanted, atol=1e-6)

@@ -76,7 +76,10 @@ train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs clas
 train | --method imae --distill_weight 1       | distill_weight 1.0 needs a teacher: --teacher FILE
 train | --method imae --teacher gone.pt        | there is no checkpoint gone.pt
 train | --method imae --teacher runs/cross/last.pt | the teacher is not an MAE
+train | --method imae --teacher runs/tuned/last.pt | the teacher is not an MAE
 train | --method imae --teacher runs/mae/last.pt --patch_size 8 | (4, 4), this model (8, 8)
+train | --method imae --teacher runs/mae/last.pt --img_size 8 | (16, 16), this model (8, 8)
+train | --method imae --teacher runs/mae/last.pt --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval                                 | --eval ; argument
 eval  | --eval gone.pt                         | there is no checkpoint gone.pt
 eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt ; train.py

@@ -28,14 +28,6 @@ def test_modulated_layer(mod, relu):
     assert layers == [] and torch.allclose(model.inr(coords, M), z + 0.5, atol=1e-6)
 
 
-def test_inr_is_a_function_of_coordinates_and_m():
-    """Any points, and each image by its own M."""
-    model, M, coords = build("hypermae"), torch.randn(3, 12, 12), torch.rand(3, 7, 2) * 2 - 1
-    pixels = model.inr(coords, M)
-    for b in range(3):
-        assert torch.allclose(model.inr(coords[b, 2:4], M[b:b + 1])[0], pixels[b, 2:4], atol=1e-5)
-
-
 def test_minr_has_the_same_coordinates_and_features():
     """Both files write them out: a change of one must be one of the other."""
     for name in ("grid_coords", "fourier_features"):

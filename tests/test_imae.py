@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from imae import IMAE, MIXES, check_same_class, draw_partners, ridge_r2, teacher_of
+from imae import IMAE, MIXES, check_same_class, draw_partners, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
 from tests.conftest import ROOT, TINY, same, stopping_after_two, together
@@ -224,30 +224,6 @@ def test_classes_without_partners():
     for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, None, 0.5), (one, [], 1)):
         with pytest.raises(ValueError, match=f"--same_class {r} needs class folders"):
             check_same_class(labels, classes, r)
-
-
-@pytest.mark.parametrize("method, patch_size", [("mae", 4), (None, (4, 4))])
-def test_teacher_of_a_checkpoint(method, patch_size):
-    """Its sizes and its encoder's and decoder embedding's weights; what does not fit."""
-    mae = MAE(**{**SMALL, **DECODER, "dim": 12})
-    checkpoint = dict(method=method, model=mae.state_dict(), config={**SMALL, "dim": 12})
-    config = {**SMALL, "patch_size": patch_size, **DECODER}
-    teacher, state = teacher_of(checkpoint, config)
-    assert teacher == dict(dim=12, depth=2, heads=2)
-    model = build("imae", teacher=teacher)
-    model.teacher.load_state_dict(state)
-    images, noise = images_and_noise()
-    ids_keep = model.encoder.mask(images, noise, 0.75)[0]
-    wanted = mae.decoder_embed(mae.encode(images, ids_keep))
-    assert torch.equal(model.teach(images, ids_keep), wanted)
-    for other, words in ((dict(decoder_dim=24), "decoder_dim 16, this model 24"),
-                         (dict(img_size=24), r"img_size \(16, 24\), this model 24"),
-                         (dict(patch_size=(4, 8)), r"patch_size 4, this model \(4, 8\)")):
-        with pytest.raises(ValueError, match="the teacher has " + words):
-            teacher_of(checkpoint, {**config, **other})
-    for other in (build("mae", inter_block_attention=True), build("crossmae"), build("imae")):
-        with pytest.raises(ValueError, match="not an MAE with its decoder embedding"):
-            teacher_of({**checkpoint, "model": other.state_dict()}, config)
 
 
 def pairs_seen(monkeypatch, pretrain, *words):

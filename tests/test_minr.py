@@ -40,14 +40,6 @@ def test_each_layer_is_the_images_own_or_shared():
     assert list(model.groups.values()) == [4, 4, 4, 3] and len(model.weight_tokens) == 15
 
 
-def test_points_of_their_own():
-    """Coordinates may be the same for all images or not. (Modulation and MLP: see the fixtures.)"""
-    model, (images, noise) = build("minr"), images_and_noise()
-    layers, points = model.modulate(tokens_of(model, images, noise)), torch.rand(3, 5, 2) * 2 - 1
-    for b, own in enumerate(model.inr(points, layers)):
-        assert torch.allclose(own, model.inr(points[b], layers)[b], atol=1e-6)
-
-
 def test_fourier_features():
     """One periods an image to sigma, row before column, cosines before sines."""
     coords = grid_coords((4, 6))
