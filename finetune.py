@@ -39,7 +39,7 @@ LINEAR = dict(  # MAE Table 10, with SGD for LARS
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
            "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer knows more than another
-SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)    # ours, see train.fill
+SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, see train.fill
 MORE_WORDS = dict(
     WORDS, randaug="magnitude of RandAugment, at most 30 (27: 9 of 10 in the papers); 0: none",
     erasing="probability of erasing a rectangle", mixup="a of MixUp's Beta(a, a); 0: none",
@@ -57,8 +57,7 @@ class Classifier(nn.Module):
         pool: "mean" of the patch tokens or the class "token"
         probe: train nothing but a linear layer after a BatchNorm without affine (MAE, Appendix A.1)
         norm: whether the encoder of a probe has a final norm
-        drop_path: stochastic depth of the last block
-        smoothing: label smoothing
+        drop_path, smoothing: stochastic depth of the last block, label smoothing
         mean, std: how its input is normalised
     """
 
@@ -106,11 +105,10 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         part = name.removeprefix("encoder.").split(".")
         embedding = part[0] in ("cls_token", "pos_embed", "patch_embed")
         layer = 0 if embedding else int(part[1]) + 1 if part[0] == "blocks" else n
-        decays = p.ndim > 1 and part[0] not in ("cls_token", "pos_embed")
+        decay = weight_decay * (p.ndim > 1 and part[0] not in ("cls_token", "pos_embed"))
         if p.requires_grad:
-            group = dict(params=[], weight_decay=weight_decay * decays,
-                         lr_scale=layer_decay ** (n - layer))
-            groups.setdefault((layer, decays), group)["params"].append(p)
+            group = dict(params=[], weight_decay=decay, lr_scale=layer_decay ** (n - layer))
+            groups.setdefault((layer, decay), group)["params"].append(p)
     return [*groups.values()]
 
 
@@ -137,9 +135,8 @@ def knn(model, train, args, img_size, temperature=0.07):
             features = model.features(images)
         return F.normalize(features.float(), dim=1)                    # (b, D)
 
-    n = len(train.labels)
-    bank = torch.zeros(n, model.encoder.dim, device=args.device)       # (N, D)
-    bank_labels = torch.zeros(n, dtype=torch.long, device=args.device)
+    bank = torch.zeros(len(train.labels), model.encoder.dim, device=args.device)     # (N, D)
+    bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)
     for ids, pictures, labels in val_batches(train, args):
         bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(pictures), labels
     if args.world > 1:                                     # each process has filled rows of its own
@@ -147,21 +144,21 @@ def knn(model, train, args, img_size, temperature=0.07):
         dist.all_reduce(bank_labels)
 
     def score(pictures):
-        cosine, ids = (embed(pictures) @ bank.T).topk(min(args.k, n))  # (b, k)
+        cosine, ids = (embed(pictures) @ bank.T).topk(min(args.k, len(bank)))        # (b, k)
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())
     return score
 
 
 def keep_labels(split, share, seed):
-    """Leave a share of each class's pictures in the split, chosen by the seed, at least one each.
-    ValueError if there is none to choose from."""
+    """Leave a share of each class's pictures in the split, chosen by the seed, at least one."""
     g, keep = torch.Generator().manual_seed(seed), []
     for c, name in enumerate(split.classes):
         ids = (split.labels == c).nonzero().flatten()
         if not len(ids):
             raise ValueError(f"--labels {share}: class {name} has no training pictures")
-        keep += ids[torch.randperm(len(ids), generator=g)[:max(1, round(share * len(ids)))]].tolist()
+        n = max(1, round(share * len(ids)))
+        keep += ids[torch.randperm(len(ids), generator=g)[:n]].tolist()
     split.labels, keep = split.labels[keep], torch.tensor(keep)
     split.pictures = (split.pictures[keep.to(split.pictures.device)]
                       if torch.is_tensor(split.pictures) else [split.pictures[i] for i in keep])
@@ -182,20 +179,19 @@ def finetune(args):
     if not train.classes:
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
-    names = ("patch_size", "in_chans", "dim", "depth", "heads")
-    given = {name: getattr(args, name, None) or source["config"].get(name) for name in names}
-    config = {name: value for name, value in given.items() if value}
-    config = {**vit_config(args, img_size), **config, **SIZES.get(args.size, {})}
+    config = vit_config(args, img_size)
+    for name in {"patch_size", "in_chans", *SIZES["micro"]} - SIZES.get(args.size, {}).keys():
+        config[name] = getattr(args, name, None) or source["config"].get(name, config[name])
     args.dim = config["dim"]                               # whether it is the micro encoder
     small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
     fill(args, {**SHARED, **RECIPES[args.mode]}, small, img_size)
     if args.randaug > 30:
         raise ValueError(f"--randaug {args.randaug} is more than 30")
-    if args.mix_ratio and (args.mixup or args.cutmix):
-        raise ValueError(f"--mix_ratio {args.mix_ratio} needs --mixup 0 and --cutmix 0")
+    ratio = args.mix_ratio
+    if ratio and (args.mixup or args.cutmix):
+        raise ValueError(f"--mix_ratio {ratio} needs --mixup 0 and --cutmix 0")
     if args.eval_every is None:                            # validate no more than is trained
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
-
     torch.manual_seed(args.seed)
     config.update(
         classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
@@ -205,14 +201,12 @@ def finetune(args):
     model = Classifier(**config).to(args.device)
     if args.mode != "scratch":
         print(*initialize(model, args.checkpoint), sep="\n")
-
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
         print(f"{args.k} nearest neighbours of {len(train.labels)}: top1 {row['top1']:.2f}, top5 "
               f"{row['top5']:.2f}; the largest class is {largest:.2f} of the pictures")
         return row
-
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
@@ -227,18 +221,16 @@ def finetune(args):
     def prepare(pictures, labels):
         """The model's arguments: images and targets."""
         images = normalize(pictures if streamed else crop_batch(pictures, img_size, args), model)
-        ratio = args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
-    def validate():
-        model.eval()
-        return evaluate(lambda x: model.logits(normalize(x, model)), val, args, img_size)
-    groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-    return fit(args, model, groups, train, val, prepare, validate, method="classifier",
-               config=config)
+    def score(pictures):
+        return model.eval().logits(normalize(pictures, model))
+    return fit(args, model, layer_decay_groups(model, args.weight_decay, args.layer_decay), train,
+               val, prepare, lambda: evaluate(score, val, args, img_size),
+               method="classifier", config=config)
 
 
 def main(argv=None):

@@ -11,13 +11,13 @@ import math
 import os
 import signal
 import sys
-import time
 import zlib
 from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -37,19 +37,16 @@ from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, denormalize, from_released, grid_of,
                  mask_noise, normalize, pair, sizes_of, transfer)
 
-RGB = torchvision.io.ImageReadMode.RGB
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
 # ---------------------------------------------------------------------------------------- options
-
 def number(kind, low=-math.inf, high=math.inf):
     """An argparse type: a finite int or float from low to high."""
     def parse(text):
-        value = kind(text)
-        if not (low <= value <= high and abs(value) < math.inf):
+        if not low <= kind(text) <= high or abs(kind(text)) == math.inf:
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
-        return value
+        return kind(text)
     parse.__name__ = kind.__name__                         # for argparse's own message
     return parse
 
@@ -62,11 +59,12 @@ def numbers(text):
     return values if len(values) > 1 else values[0]
 
 
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
 SHARE = number(float, 0, 1)
-KINDS = dict(lr=float, blr=float, optimizer=("adamw", "adam", "sgd"),
-             schedule=("cosine", "constant"), crop=SHARE, momentum=SHARE, smoothing=SHARE,
-             drop_path=SHARE, erasing=SHARE, mix_ratio=SHARE, layer_decay=SHARE)
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+KINDS = dict(
+    lr=float, blr=float, optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"),
+    crop=SHARE, momentum=SHARE, smoothing=SHARE, drop_path=SHARE, erasing=SHARE, mix_ratio=SHARE,
+    layer_decay=SHARE)
 WORDS = dict(
     lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
     min_lr="where the cosine ends", batch_size="of all processes together",
@@ -80,8 +78,8 @@ def add_options(parser):
     option = parser.add_argument_group("data").add_argument
     option("--data", help="shapes, cifar10, cifar100 or a folder, see README (shapes)")
     option("--img_size", type=numbers, help="a side or H,W in pixels (224; small ones keep theirs)")
-    option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="that decode")
-    option("--eval_images", type=number(int, 1), metavar="N", help="validation pictures, at most")
+    option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="(at most 8)")
+    option("--eval_images", type=number(int, 1), metavar="N", help="to validate on (1000 or all)")
     option = parser.add_argument_group("encoder").add_argument
     option("--size", choices=SIZES, help="(micro)")
     for part in ("dim", "depth", "heads"):
@@ -92,14 +90,14 @@ def add_options(parser):
     option("--name", help="of this run's folder (of method and data)")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
-    option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints")
+    option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints (1)")
     option("--device", help="cuda, mps or cpu (the best there is)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
     option("--accum", type=number(int, 1), default=1, metavar="N", help="pieces of a batch (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, help="largest norm (0: no limit)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="keep less for the backward pass")
-    option("--seed", type=int, default=0)
+    option("--seed", type=int, default=0, help="(0)")
 
 
 def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
@@ -109,9 +107,9 @@ def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
         kind, help = kinds.get(name, type(default)), f"{words.get(name, '')} ({default})"
         low = 0 if default == 0 or name.endswith("epochs") else 1
         how = {int: dict(type=number(int, low)), float: dict(type=number(float, 0)),
-               SHARE: dict(type=SHARE),
-               bool: dict(action=argparse.BooleanOptionalAction)}.get(kind, dict(type=numbers))
-        option(f"--{name}", **(dict(choices=kind) if isinstance(kind, tuple) else how), help=help)
+               bool: dict(action=argparse.BooleanOptionalAction), SHARE: dict(type=SHARE)}
+        how = dict(choices=kind) if isinstance(kind, tuple) else how.get(kind, dict(type=numbers))
+        option(f"--{name}", help=help, **how)
 
 
 def knobs(cls):
@@ -140,7 +138,6 @@ def fill(args, recipe, small, img_size):
 
 
 # ------------------------------------------------------------------------------------------- data
-
 SHAPES = {  # m, q, k of the outline (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q, a the angle (Gielis)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
@@ -169,18 +166,17 @@ def draw_shapes(n, img_size, seed):
 
 
 def read_picture(file):
-    """An upright RGB picture (3,H,W), uint8, what is transparent white: JPEGs by torchvision, which
-    is fast, others by PIL. ValueError if the file is none."""
+    """An upright RGB picture (3,H,W), uint8, white where it is transparent; JPEGs are read fast."""
     try:
         data = torchvision.io.read_file(file)
         if data[:2].tolist() == [0xFF, 0xD8]:              # as every JPEG starts
-            return torchvision.io.decode_jpeg(data, RGB, apply_exif_orientation=True)
+            return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
         picture = ImageOps.exif_transpose(Image.open(file))
         if picture.mode.startswith("I"):                   # convert would cut off what is above 255
             picture = picture.point(lambda value: value / 256).convert("L")
         if "A" in picture.mode or "transparency" in picture.info:
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture.convert("RGBA"))
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return v2.functional.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:                             # a broken file can raise anything
         raise ValueError(f"{file} cannot be read as a picture: {error}") from None
@@ -201,7 +197,7 @@ class Split(Dataset):
         (seed, i), n = key, len(self.labels)
         try:
             picture = self.pictures[i]
-            picture = picture if torch.is_tensor(picture) else read_picture(picture)
+            picture = read_picture(picture) if isinstance(picture, str) else picture
         except ValueError as error:
             if not self.unreadable[i]:                     # in no worker
                 tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
@@ -228,22 +224,14 @@ def list_folder(root):
         if train.classes != val.classes:
             raise ValueError(f"--data {root}: the classes of train/ and val/ differ")
         return [([file for file, _ in s.samples], s.targets, s.classes) for s in (train, val)]
-    files = sorted(file for file in files if file.lower().endswith(endings))
-    if len(files) < 2:
-        raise ValueError(f"--data {root} has {len(files)} pictures, at least 2 are needed")
-    hashes = [zlib.crc32(os.path.relpath(file, root).encode()) for file in files]
-    limit = max(0.05 * 2 ** 32, min(hashes))               # new files move no other
-    parts = [[file for file, code in zip(files, hashes) if (code <= limit) == held_out]
-             for held_out in (False, True)]
-    return [(part, [-1] * len(part), []) for part in parts]
-
-
-def middle(picture, img_size, border):
-    """The middle of a picture (C,h,w), less a share `border` of each side, in the size (H, W)."""
-    (h, w), (H, W) = picture.shape[1:], img_size
-    scale = (1 - 2 * border) * min(h / H, w / W)
-    crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
-    return v2.functional.resize(crop(picture), img_size, v2.InterpolationMode.BICUBIC)
+    codes = {file: zlib.crc32(os.path.relpath(file, root).encode()) for file in sorted(files)
+             if file.lower().endswith(endings)}
+    if len(codes) < 2:
+        raise ValueError(f"--data {root} has {len(codes)} pictures, at least 2 are needed")
+    limit = max(0.05 * 2 ** 32, min(codes.values()))       # new files move no other
+    train = [file for file, code in codes.items() if code > limit]
+    val = [file for file, code in codes.items() if code <= limit]
+    return [(part, [-1] * len(part), []) for part in (train, val)]
 
 
 def open_data(name, img_size, args):
@@ -251,35 +239,45 @@ def open_data(name, img_size, args):
     device if a sample of 50 is not larger and all take less than 4 GiB; else read in each epoch."""
     if name == "shapes":
         img_size = pair(img_size or 32)
-        parts = [(*draw_shapes(n, img_size, seed=n), list(SHAPES)) for n in (10_000, 1_000)]
+        splits = [Split(*draw_shapes(n, img_size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
-        for turn in (args.rank == 0, args.local_rank == 0):            # machines may share data/
-            if turn and not Path("data", kind.base_folder).is_dir():
-                print(f"note    {name} is downloaded to data/ (--data takes a folder too)")
-                kind("data", download=True)
-            if args.world > 1:
-                dist.barrier()
-        sets = [kind("data", train=train) for train in (True, False)]
-        parts = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets, s.classes) for s in sets]
+        try:
+            for turn in (args.rank == 0, args.local_rank == 0):        # machines may share data/
+                if turn and not Path("data", kind.base_folder).is_dir():
+                    print(f"note    {name} is downloaded to data/ (--data takes a folder too)")
+                    kind("data", download=True)
+                if args.world > 1:
+                    dist.barrier()
+            sets = [kind("data", train=train) for train in (True, False)]
+        except RuntimeError:                               # torchvision's
+            raise ValueError(f"data/{kind.base_folder} is broken: remove it and try again") from None
+        splits = [Split(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes) for s in sets]
     else:
-        parts = list_folder(Path(name))
-        splits, n = [Split(*part) for part in parts], len(parts[0][0])
+        splits = [Split(*part) for part in list_folder(Path(name))]
+        n = len(splits[0].labels)
         sizes = [splits[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
-        H, W = max(h for _, h, _ in sizes), max(w for _, _, w in sizes)
+        _, H, W = map(max, zip(*sizes))
         img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
         small = H <= img_size[0] and W <= img_size[1] and 3 * n * math.prod(img_size) < 2 ** 32
+
+        def middle(picture):                               # all or 7/8 of it, in the size (H, W)
+            (h, w), (H, W), share = picture.shape[1:], img_size, 1 if small else 7 / 8
+            scale = share * min(h / H, w / W)
+            crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
+            return v2.functional.resize(crop(picture), img_size, v2.InterpolationMode.BICUBIC)
         for split in splits:
-            split.transform = partial(middle, img_size=img_size, border=0 if small else 1 / 16)
-        if not small:
-            return *splits, img_size
-        for k, split in enumerate(splits):
-            batches = torch.arange(len(split.labels)).split(1000)
-            loaded = load_pictures(split, batches, args)
-            pictures, labels = zip(*tqdm(loaded, "reading", len(batches), False, disable=None))
-            parts[k] = torch.cat(pictures), torch.cat(labels).cpu(), split.classes
-    train, val = (Split(x.to(args.device).contiguous(), *more) for x, *more in parts)
-    return train, val, img_size
+            split.transform = middle
+            if small:
+                batches = torch.arange(len(split.labels)).split(1000)
+                loaded = load_pictures(split, batches, args)
+                pictures, labels = zip(*tqdm(loaded, "reading", len(batches), False, disable=None))
+                split.pictures, split.labels = torch.cat(pictures), torch.cat(labels).cpu()
+                split.transform = None
+    for split in splits:
+        if split.transform is None:
+            split.pictures = split.pictures.to(args.device).contiguous()
+    return *splits, img_size
 
 
 def load_pictures(split, batches, args, seed=0):
@@ -325,8 +323,7 @@ def crop_batch(pictures, img_size, args):
 
 
 def val_batches(split, args, most=None):
-    """This process's share of `most` pictures, always the same: batches of indices (b,), pictures
-    (b,C,H,W), uint8, and labels (b,)."""
+    """Batches (indices, pictures, labels) of this process's share of `most`, always the same."""
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
     batches = share.split(250) if len(share) else ()
@@ -334,40 +331,38 @@ def val_batches(split, args, most=None):
         yield ids, pictures, labels
 
 
-# -------------------------------------------------------------------------------------- processes
-
+# ---------------------------------------------------------------------- processes and checkpoints
 def start_processes(args):
-    """Set args.rank, world, local_rank, device and dtype, autocast's, of this process. Under
-    torchrun it joins the others, of which the first one prints."""
-    rank, world, local = (int(os.environ.get(name, default)) for name, default in
-                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    """Set args.rank, world, local_rank, device and dtype; under torchrun, join the others."""
+    defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+    args.rank, args.world, args.local_rank = (
+        int(os.environ.get(name, default)) for name, default in defaults.items())
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(args.device or best)
         if device.type == "cuda":
-            device = torch.device("cuda", local if world > 1 else device.index or 0)
+            device = torch.device("cuda", args.local_rank if args.world > 1 else device.index or 0)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):                 # an unknown word; a torch without CUDA
         raise ValueError(f"--device {args.device} is not there: {best} is") from None
-    amp, cuda = args.amp, device.type == "cuda"
+    amp, cuda, args.device = args.amp, device.type == "cuda", device
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    args.rank, args.world, args.local_rank, args.device = rank, world, local, device
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")
+    if args.rank > 0:
+        sys.stdout = open(os.devnull, "w")                 # one process speaks
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
         # Keeps restarted processes from the keys of the killed ones; machines count for themselves.
-        if world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank,
-                                world_size=world, timeout=timedelta(hours=1),
-                                device_id=device if cuda else None)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.world,
+            timeout=timedelta(hours=1), device_id=device if cuda else None)
 
 
 def own(batch, args):
@@ -385,8 +380,6 @@ def mean_over_processes(sums, count, args):
     return {name: value / count for name, value in zip(sums, total)}
 
 
-# ------------------------------------------------------------------------------------ checkpoints
-
 def save(path, content):
     """Write a checkpoint. It is always whole: the old one or, moved in its place, the new one."""
     temporary = path.with_name(path.name + ".tmp")
@@ -402,9 +395,8 @@ def save(path, content):
 
 
 def read(path, heads=None):
-    """A checkpoint, whose code is not run: a dict of method, config (the constructor's arguments),
-    model (the state dict), mean, std, flags and more. A released file's method is None, its config
-    read off the shapes, heads given if no size of vit.SIZES is as wide. ValueError if broken."""
+    """A checkpoint, without running code in it: a dict of method (None: a released file), config
+    (the constructor's arguments), model (the state dict), mean, std, flags and more."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
@@ -415,16 +407,15 @@ def read(path, heads=None):
     except Exception as error:                             # a broken file can raise anything
         why = "it would run code" if "GLOBAL" in str(error) else "it is damaged or of another kind"
         raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
-    if "method" in content:
-        return content
-    state = from_released(state)
-    return dict(method=None, config=sizes_of(state, path, heads), model=state, flags={},
-                mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if "method" not in content:
+        state = from_released(state)
+        content = dict(method=None, config=sizes_of(state, path, heads), model=state, flags={},
+                       mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    return content
 
 
 def load(path, classes=METHODS):
-    """The model in a checkpoint of train.py, in eval mode; of finetune.py's with classes=
-    {"classifier": Classifier}. For released ones see initialize."""
+    """The model in a checkpoint of train.py, or of another {method: class}, in eval mode."""
     content = read(path)
     if content["method"] not in classes:
         raise ValueError(f"{path} is of method {content['method']}, not {', '.join(classes)}")
@@ -443,35 +434,17 @@ def initialize(model, path):
         raise ValueError(f"{path} does not fit: {error}") from None
 
 
-def resume(last, model, optimizer, scaler, expected):
-    """Load the checkpoint `last` into the three. The lines of its log; ValueError unless it has the
-    {name: value} of `expected`: method, arguments, optimiser."""
-    saved = read(last)
-    was = {**saved["flags"], **saved["config"], "method": saved["method"]}
-    for name, value in expected.items():
-        if was.get(name) != value:
-            raise ValueError(f"{last} cannot be resumed: {name} was {was.get(name)}, not {value}")
-    groups = optimizer.state_dict()["param_groups"]        # the settings asked for now
-    optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
-    scaler.load_state_dict(saved["scaler"])
-    model.load_state_dict(saved["model"])
-    print(f"resumed after epoch {saved['epoch']}")
-    return saved["history"]
-
-
-# --------------------------------------------------------------------------------------- the loop
-
+# --------------------------------------------------------------------------------------- training
 def name_run(args, name):
     """Set args.name, if it is None. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name.replace(" ", "_")
-    folder = Path(args.runs, args.name)
     if Path(args.name).name != args.name or args.name == "..":
         raise ValueError(f"--name {args.name} is not a name: --runs says which folder it is in")
     if args.resume and args.overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
-    if (folder / "last.pt").exists() and not (args.resume or args.overwrite):
-        raise ValueError(f"{folder} holds a run: --resume goes on with it, --overwrite replaces "
-                         f"it, --name NAME starts another")
+    if Path(args.runs, args.name, "last.pt").exists() and not (args.resume or args.overwrite):
+        raise ValueError(f"{Path(args.runs, args.name)} holds a run: --resume goes on with it, "
+                         f"--overwrite replaces it, --name NAME starts another")
 
 
 def make_optimizer(args, groups):
@@ -518,8 +491,7 @@ def draw_batches(split, epoch, args):
 
 
 def train_step(net, optimizer, scaler, inputs, args):
-    """One step of the optimiser on `inputs`, the arguments of net, in --accum pieces. Its metrics
-    stay on the device: nothing here waits for it."""
+    """A step on `inputs`, the arguments of net, in --accum pieces. Nothing waits for the device."""
     metrics, seed = Counter(), torch.initial_seed() + 1
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
@@ -545,33 +517,31 @@ def train_step(net, optimizer, scaler, inputs, args):
 
 def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
     """Train for an epoch: its line of the log. SystemExit once loss or weights are not finite."""
-    batches = draw_batches(train, epoch, args)
+    began, waited, totals, batches = perf_counter(), 0, Counter(), draw_batches(train, epoch, args)
     stream = load_pictures(train, batches, args, seed=hash((args.seed, epoch)))
-    steps, totals, losses, waited, began = len(batches), Counter(), [], 0.0, time.perf_counter()
-    rates = [learning_rate(epoch + step / steps, args) for step in range(steps)]
+    rates = [learning_rate(epoch + i / len(batches), args) for i in range(len(batches))]
     bar = tqdm(rates, f"epoch {epoch + 1}/{args.epochs}", unit="img", unit_scale=args.batch_size,
                leave=False, disable=args.rank > 0 or None)
     for step, rate in enumerate(bar, start=1):
-        asked = time.perf_counter()
+        asked = perf_counter()
         pictures, labels = next(stream)
-        waited += time.perf_counter() - asked
+        waited += perf_counter() - asked
         torch.manual_seed(hash((args.seed, epoch, step)))
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         metrics = train_step(net, optimizer, scaler, prepare(pictures, labels), args)
         totals.update(metrics)
-        losses.append(metrics["loss"])
-        if step % 20 == 0 or step == steps:                # the only times the device is waited for
-            check = [*losses, *(net.parameters() if step == steps else ())]
+        last = step == len(batches)
+        if step % 20 == 0 or last:                         # the only times the device is waited for
+            check = [totals["loss"], *(net.parameters() if last else ())]
             if not all(x.isfinite().all() for x in check):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
                                  f"{step}, lr {rate:.1e}: --resume goes on from the last epoch "
                                  f"saved, with a lower --lr, --clip_grad 1 or --amp fp32")
-            bar.set_postfix_str(f"loss {losses[-1]:.4f}, lr {rate:.1e}")
-            losses = []
-    means, seconds = mean_over_processes(totals, steps, args), time.perf_counter() - began
+            bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {rate:.1e}")
+    means, seconds = mean_over_processes(totals, step, args), perf_counter() - began
     return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
-            "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
+            "img_s": round(step * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
 
 
 def fit(args, model, groups, train, val, prepare, evaluate, **content):
@@ -587,8 +557,18 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
     last = Path(args.runs, args.name, "last.pt")
     last.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and last.exists():
-        expected = {"method": content["method"], **content["config"], "optimizer": args.optimizer}
-        history = resume(last, model, optimizer, scaler, expected)
+        saved = read(last)
+        was = {**saved["flags"], **saved["config"], "method": saved["method"]}
+        now = {"method": content["method"], **content["config"], "optimizer": args.optimizer}
+        for name, value in now.items():
+            if was.get(name) != value:
+                raise ValueError(f"{last} cannot be resumed: {name} {was.get(name)}, not {value}")
+        settings = optimizer.state_dict()["param_groups"]  # those asked for now
+        optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
+        scaler.load_state_dict(saved["scaler"])
+        model.load_state_dict(saved["model"])
+        history = saved["history"]
+        print(f"resumed after epoch {saved['epoch']}")
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # --overwrite
     if args.rank == 0:                                     # as last.pt has it, after a kill too
@@ -600,8 +580,8 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, more "
-              f"--epochs, or --init from another run")
+        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size or more "
+              f"--epochs{', or --init from another run' if 'init' in args else ''}")
     net, done = wrap(model, args), history[-1]["epoch"] if history else 0
     for epoch in range(done, max(args.epochs, not history)):
         row = {"epoch": 0}                                 # of 0 epochs: the untrained model
@@ -609,35 +589,33 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
             row = train_epoch(epoch, net.train(), optimizer, scaler, train, prepare, args)
         if row["epoch"] % args.eval_every and row["epoch"] < args.epochs:
             continue
-        began = time.perf_counter()
+        began = perf_counter()
         scores, columns = evaluate()
-        row.update(scores, eval_s=round(time.perf_counter() - began, 2))
+        row.update(scores, eval_s=round(perf_counter() - began, 2))
         history.append(row)
         if args.rank > 0:
             continue
-        began = time.perf_counter()
-        flags = {**vars(args), "device": str(args.device), "dtype": str(args.dtype)}
+        began = perf_counter()
         save(last, dict(
-            content, model=model.state_dict(), optimizer=optimizer.state_dict(), flags=flags,
+            content, model=model.state_dict(), optimizer=optimizer.state_dict(), flags=vars(args),
             scaler=scaler.state_dict(), epoch=row["epoch"], history=history, mean=model.mean,
             std=model.std, classes=train.classes, torch=str(torch.__version__)))
-        row["save_s"] = round(time.perf_counter() - began, 2)
+        row["save_s"] = round(perf_counter() - began, 2)
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
         if columns:
             save_picture(columns, last.with_name("recon.png"))
-        name, score = next(iter(scores.items()))
+        name, score = [*scores.items()][0]
         print(f"epoch {row['epoch']}: loss {row.get('loss', math.nan):.4f}, {name} {score:.2f}, "
               f"{row.get('img_s', 0):.0f} img/s, wait {row.get('wait', 0):.1%}", flush=True)
+    print(f"see     {last.with_name('log.jsonl')} and {last}")
     return history[-1]
 
 
 # ------------------------------------------------------------------------------------- evaluation
-
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask_ratio=None):
-    """Mean PSNR in dB, pixels in 0 ... 1, under masks that depend on the picture alone: of hidden
-    pixels, of the whole with visible pixels copied, and of the whole as decoded, nothing copied.
-    And columns of 8 pictures: original, masked, as decoded, with visible pixels copied."""
+    """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
+    under masks that depend on the picture alone. And columns of 8: original, masked, and both."""
     count, columns, encoder = 0, None, model.eval().encoder
     sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # also of no picture
     decode = getattr(model, "reconstruct_all", model.reconstruct)
@@ -649,13 +627,12 @@ def evaluate_psnr(model, val, args, mask_ratio=None):
                                args.leak_free)
         truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
         hidden = encoder.pixels_of(mask)                               # (b, 1, H, W)
-        both = torch.where(hidden > 0, decoded, truth)
+        both, masked = (torch.where(hidden > 0, x, truth) for x in (decoded, 0.5))
         image, whole = ((x - truth).square().mean((1, 2, 3)) for x in (both, decoded))  # (b,)
         errors = {"hidden": image / hidden.mean((1, 2, 3)), "image": image, "decoded": whole}
         for name, error in errors.items():
             sums[f"psnr_{name}"] += -10 * error.clamp(min=1e-10).log10().sum()
         count += len(ids)
-        masked = torch.where(hidden > 0, 0.5, truth)
         columns = columns or [x[:8] for x in (truth, masked, decoded, both)]
     return mean_over_processes(sums, count, args), columns
 
@@ -679,8 +656,7 @@ def as_table(rows):
 
 @torch.no_grad()
 def compare(args):
-    """--eval: rows of PSNR of checkpoints at several mask ratios, on the same pictures under the
-    same masks, and what each method measures and draws of itself."""
+    """--eval: rows of PSNR of checkpoints, and what each method measures and draws of itself."""
     start_processes(args)
     rows, columns, notes = [], [], []
     for path in args.eval:
@@ -688,8 +664,7 @@ def compare(args):
         if content["method"] == "classifier":
             print(f"note    {path} is passed over: it is of finetune.py")
             continue
-        model = load(path).to(args.device)
-        args.data = args.data or content["flags"]["data"]
+        model, args.data = load(path).to(args.device), args.data or content["flags"]["data"]
         train, val, _ = open_data(args.data, model.encoder.img_size, args)
         for ratio in args.mask_ratios:
             scores, _ = evaluate_psnr(model, val, args, ratio)
@@ -705,26 +680,24 @@ def compare(args):
         figures = model.figures(images[1][:8]) if hasattr(model, "figures") else {}
         for name, cells in figures.items():
             notes.append(f"see     {Path(path).with_name(name)}.png")
-            save_picture(denormalize(cells, model).unbind(1), notes[-1][8:])
+            save_picture(denormalize(cells, model).unbind(1), Path(path).with_name(f"{name}.png"))
     if not rows:
         raise ValueError(f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
     save_picture(columns, picture)
-    notes.append(f"see     {picture}: original, masked, then a column for each checkpoint")
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} pictures of {args.data}",
-          as_table(rows), *notes, sep="\n")
+          as_table(rows), *notes, f"see     {picture}: original, masked, then a column for each "
+          f"checkpoint", sep="\n")
     return rows
 
 
 # ------------------------------------------------------------------------------------------- main
-
 def vit_config(args, img_size):
     """The encoder's constructor arguments: --size, or what is given instead of its parts."""
-    patch_size = tuple(16 if n >= 128 else min(            # the divisor that is next to an eighth
+    patch = tuple(16 if n >= 128 else min(                 # the divisor that is next to an eighth
         range(1, n + 1), key=lambda d: (n % d > 0, abs(d - n / 8))) for n in img_size)
     size = {k: getattr(args, k) or v for k, v in SIZES[args.size or "micro"].items()}
-    patch_size = pair(args.patch_size or patch_size)
-    return dict(img_size=img_size, patch_size=patch_size, in_chans=3, **size)
+    return dict(img_size=img_size, patch_size=pair(args.patch_size or patch), in_chans=3, **size)
 
 
 def pretrain(args):
@@ -774,29 +747,26 @@ def pretrain(args):
     return row
 
 
-def stop(*_):
-    """Ctrl-C ends a run at once: an exception would get lost where it meets a DataLoader's end."""
-    if torch.utils.data.get_worker_info() is None:
-        os.write(2, b"\nstopped: the same command with --resume goes on from the last checkpoint\n")
-    os._exit(130)
-
-
 def run(parser, work, argv):
     """work(args) of the words `argv` (None: the command line); a ValueError ends in one line."""
+    def stop(*_):                                          # at once: as a DataLoader ends, it would
+        if torch.utils.data.get_worker_info() is None:     # lose an exception
+            os.write(2, b"\nstopped: the same command with --resume goes on from last.pt\n")
+        os._exit(130)
+
     args = parser.parse_args(argv)
     if argv is None:
-        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGINT, stop)                 # Ctrl-C
     try:
-        sizes = [pair(1 if n is None else n) for n in (args.img_size, args.patch_size)]
-        if args.img_size:
-            grid_of(*sizes)                                # before any data are read
+        patch = 1 if args.patch_size is None else args.patch_size
+        grid_of(patch if args.img_size is None else args.img_size, patch)      # before any data
         row = work(args)
         sys.stdout.flush()
     except BrokenPipeError:                                # as by `| head`
         os._exit(1)
     except torch.OutOfMemoryError:
-        parser.exit(1, f"out of memory: a higher --accum, --grad_checkpointing or a --batch_size "
-                       f"below {args.batch_size} takes less\n")
+        parser.exit(1, f"out of memory: --accum, --grad_checkpointing or a --batch_size below "
+                       f"{args.batch_size} takes less\n")
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if dist.is_initialized():
@@ -806,9 +776,9 @@ def run(parser, work, argv):
 
 def make_parser(prog, name, choices, argv):
     """A parser with --NAME of `choices`, on which other options depend, and what argv chooses."""
-    parser = argparse.ArgumentParser(prog, usage=argparse.SUPPRESS, add_help=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=100)
+    parser = argparse.ArgumentParser(
+        prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, formatter_class=layout)
     parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
     return parser, getattr(parser.parse_known_args(argv)[0], name)
 
