@@ -251,7 +251,7 @@ def open_data(name, img_size, args):
                     dist.barrier()
             sets = [kind("data", train=train) for train in (True, False)]
         except RuntimeError:                               # torchvision's
-            raise ValueError(f"data/{kind.base_folder} is broken: remove it and try again") from None
+            raise ValueError(f"data/{kind.base_folder} is broken: remove it, try again") from None
         splits = [Split(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes) for s in sets]
     else:
         splits = [Split(*part) for part in list_folder(Path(name))]
