@@ -173,7 +173,8 @@ class Case:
 
 def measure(cases, steps, warmup):
     """Rows, dicts, of the cases, the first of which the ratios refer to."""
-    if any(case.args.compile for case in cases):
+    compiled = any(case.args.compile for case in cases)
+    if compiled:
         config = torch._dynamo.config                      # the ninth graph would run uncompiled
         new = hasattr(config, "recompile_limit")
         setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
@@ -181,12 +182,15 @@ def measure(cases, steps, warmup):
         for _ in range(warmup):
             case.step()
     memory = [case.memory() for case in cases]
+    graphs = torch._dynamo.utils.counters["stats"].copy() if compiled else None
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
     for i in tqdm(range(steps), str(cases[0].img_size), leave=False, disable=None):
         for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
             began = time.perf_counter()
             losses[k] = cases[k].step()
             seconds[k].append(time.perf_counter() - began)
+    if compiled and torch._dynamo.utils.counters["stats"] != graphs:
+        print("note    torch compiled again while it was measured: a higher --warmup is needed")
     device = cases[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
@@ -279,6 +283,9 @@ def run(args):
             continue
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
         print(f"attention: {cases[0].attention}")
+        if args.device.type == "cuda" and min(case.batch_size for case in cases) < 256:
+            print("note    fewer than 256 pictures measure how fast kernels are launched, not the "
+                  "GPU: --batch_size")
         rows += measure(cases, args.steps, args.warmup)
         del cases
     print(train.as_table(rows))

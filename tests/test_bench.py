@@ -45,6 +45,18 @@ def test_memory_that_is_given_back_counts():
     assert bench.allocated_by(call, torch.device("cpu")) == 3 * 2 ** 20
 
 
+def test_compiled_steps_are_not_compiled_again(monkeypatch, capsys):
+    """Said if they are, of two sizes of batches or none; what is compiled is not to be seen."""
+    monkeypatch.setattr(torch, "compile", lambda model, **more: model)
+    words = ["--method", "mae" + DECODER, f"mae{DECODER}:batch_size=8", "--compile"]
+    measured(*words)
+    assert "compiled again" not in capsys.readouterr().out
+    counts, step = torch._dynamo.utils.counters["stats"], bench.Case.step
+    monkeypatch.setattr(bench.Case, "step", lambda case: (counts.update(graphs=1), step(case))[1])
+    measured(*words)
+    assert "compiled again" in capsys.readouterr().out
+
+
 def test_checkpointing_and_bfloat16_need_less_memory():
     mae, words = "mae" + DECODER, ["--img_size", "64", "--batch_size", "16"]
     full, again, half = measured("--method", mae, f"{mae}:grad_checkpointing=True",
