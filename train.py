@@ -155,7 +155,7 @@ def draw_shapes(n, img_size, seed):
         m, q, k = torch.tensor([*SHAPES.values()])[label].T[..., None, None]       # (b, 1, 1) each
         angle = m * (torch.atan2(y, x) + 7 * u[2]) / 4
         edge = (2 ** (k / 2 - 1) * (angle.cos().abs() ** k + angle.sin().abs() ** k)) ** (-1 / q)
-        inside = ((0.5 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
+        inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1)[:, None]                   # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
         colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far in every channel
@@ -194,17 +194,19 @@ class Split(Dataset):
     def __getitem__(self, key):
         """Of key (seed, i): picture i, transformed by draws of its own, and its label. A file that
         cannot be read is named once, and the next that can stands in for it."""
-        (seed, i), n = key, len(self.labels)
-        try:
-            picture = self.pictures[i]
-            picture = read_picture(picture) if isinstance(picture, str) else picture
-        except ValueError as error:
-            if not self.unreadable[i]:                     # in no worker
-                tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
-            self.unreadable[i] = True
-            if self.unreadable.all():
-                raise ValueError(f"none of {n} pictures can be read") from None
-            return self[seed, (i + 1) % n]
+        seed, i = key
+        picture, n = self.pictures[i], len(self.labels)
+        while isinstance(picture, str):
+            try:
+                picture = read_picture(picture)
+            except ValueError as error:
+                if not self.unreadable[i]:                 # by no worker yet
+                    tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
+                self.unreadable[i] = True
+                if self.unreadable[:n].all():
+                    raise ValueError(f"none of {n} pictures can be read") from None
+                i = (i + 1) % n
+                picture = self.pictures[i]
         torch.default_generator.manual_seed(hash((seed, i)))           # the CPU's alone: faster
         return self.transform(picture) if self.transform else picture, self.labels[i]
 
@@ -245,7 +247,8 @@ def open_data(name, img_size, args):
         try:
             for turn in (args.rank == 0, args.local_rank == 0):        # machines may share data/
                 if turn and not Path("data", kind.base_folder).is_dir():
-                    print(f"note    {name} is downloaded to data/ (--data takes a folder too)")
+                    print(f"note    {name} is downloaded to data/ (--data takes a folder too)",
+                          flush=True)
                     kind("data", download=True)
                 if args.world > 1:
                     dist.barrier()
