@@ -38,7 +38,7 @@ LINEAR = dict(  # MAE Table 10, with SGD for LARS
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
-           "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer knows more than another
+           "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer is pretrained
 SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, see train.fill
 MORE_WORDS = dict(
     WORDS, randaug="magnitude of RandAugment, at most 30 (27: 9 of 10 in the papers); 0: none",
@@ -114,7 +114,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """{"top1", "top5"} of val in percent, where score(pictures) -> (b,classes), and no picture."""
+    """{"top1", "top5"} of val in %, where score(pictures) -> (b,classes), and None: no picture."""
     sums, count = {"top1": 0, "top5": 0}, 0
     for _, pictures, labels in val_batches(val, args, args.eval_images):
         scores = score(v2.functional.resize(pictures, img_size))
@@ -153,10 +153,8 @@ def knn(model, train, args, img_size, temperature=0.07):
 def keep_labels(split, share, seed):
     """Leave a share of each class's pictures in the split, chosen by the seed, at least one."""
     g, keep = torch.Generator().manual_seed(seed), []
-    for c, name in enumerate(split.classes):
+    for c in range(len(split.classes)):                    # list_folder has seen some in each
         ids = (split.labels == c).nonzero().flatten()
-        if not len(ids):
-            raise ValueError(f"--labels {share}: class {name} has no training pictures")
         n = max(1, round(share * len(ids)))
         keep += ids[torch.randperm(len(ids), generator=g)[:n]].tolist()
     split.labels, keep = split.labels[keep], torch.tensor(keep)
@@ -180,9 +178,9 @@ def finetune(args):
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size)
-    for name in {"patch_size", "in_chans", *SIZES["micro"]} - SIZES.get(args.size, {}).keys():
-        config[name] = getattr(args, name, None) or source["config"].get(name, config[name])
-    args.dim = config["dim"]                               # whether it is the micro encoder
+    for key in {"patch_size", "in_chans", *SIZES["micro"]} - SIZES.get(args.size, {}).keys():
+        config[key] = getattr(args, key, None) or source["config"].get(key, config[key])
+    args.dim = config["dim"]                               # by which fill knows the micro encoder
     small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
     fill(args, {**SHARED, **RECIPES[args.mode]}, small, img_size)
     if args.randaug > 30:
@@ -190,7 +188,7 @@ def finetune(args):
     ratio = args.mix_ratio
     if ratio and (args.mixup or args.cutmix):
         raise ValueError(f"--mix_ratio {ratio} needs --mixup 0 and --cutmix 0")
-    if args.eval_every is None:                            # validate no more than is trained
+    if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)
     config.update(
@@ -204,13 +202,13 @@ def finetune(args):
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
-        print(f"{args.k} nearest neighbours of {len(train.labels)}: top1 {row['top1']:.2f}, top5 "
-              f"{row['top5']:.2f}; the largest class is {largest:.2f} of the pictures")
+        print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f} %; the "
+              f"largest class has {largest:.2f} % of the pictures")
         return row
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
-    streamed = more or train.transform is not None
+    streamed = bool(more) or train.transform is not None
     if streamed:                                           # picture by picture, in workers
         train.transform = crop_transform(img_size, args, *more)
         if torch.is_tensor(train.pictures):

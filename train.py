@@ -2,7 +2,8 @@
 
 To see how a model is trained, read `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is
 seeded by (seed, epoch, step) and draws crops, masks and mixing weights for the whole batch, of
-which each process takes its part: N processes compute what one does, resumed runs what others do.
+which each process takes its part: so N processes compute what one does, and a resumed run what an
+uninterrupted one does.
 """
 
 import argparse
@@ -73,13 +74,13 @@ WORDS = dict(
 
 
 def add_options(parser):
-    """The options that train.py and finetune.py share, but for those of their recipes."""
+    """The options of both scripts, without those of the recipes."""
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
     option = parser.add_argument_group("data").add_argument
-    option("--data", help="shapes, cifar10, cifar100 or a folder, see README (shapes)")
+    option("--data", help="shapes, cifar10, cifar100, a folder (the checkpoint's or shapes)")
     option("--img_size", type=numbers, help="a side or H,W in pixels (224; small ones keep theirs)")
     option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="(at most 8)")
-    option("--eval_images", type=number(int, 1), metavar="N", help="to validate on (1000 or all)")
+    option("--eval_images", type=number(int, 1), metavar="N", help="to validate on (1000; all)")
     option = parser.add_argument_group("encoder").add_argument
     option("--size", choices=SIZES, help="(micro)")
     for part in ("dim", "depth", "heads"):
@@ -87,13 +88,13 @@ def add_options(parser):
     option("--patch_size", type=numbers, help="or H,W (16; an eighth of small pictures)")
     option = parser.add_argument_group("run").add_argument
     option("--runs", default="runs", help="the folder of all runs (runs)")
-    option("--name", help="of this run's folder (of method and data)")
+    option("--name", help="of this run's folder (method_data, checkpoint_mode)")
     option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
     option("--overwrite", action="store_true", help="replace the run of that name")
     option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints (1)")
     option("--device", help="cuda, mps or cpu (the best there is)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
-    option("--accum", type=number(int, 1), default=1, metavar="N", help="pieces of a batch (1)")
+    option("--accum", type=number(int, 1), default=1, metavar="N", help="split a batch (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, help="largest norm (0: no limit)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="keep less for the backward pass")
@@ -104,7 +105,8 @@ def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
     """A flag for each {name: default}, parsed as in `kinds` or like its default, None if absent."""
     option = parser.add_argument_group(title).add_argument
     for name, default in values.items():
-        kind, help = kinds.get(name, type(default)), f"{words.get(name, '')} ({default})"
+        kind, help = kinds.get(name, type(default)), words.get(name, "")
+        help += "" if default is None else f" ({default})"
         low = 0 if default == 0 or name.endswith("epochs") else 1
         how = {int: dict(type=number(int, low)), float: dict(type=number(float, 0)),
                bool: dict(action=argparse.BooleanOptionalAction), SHARE: dict(type=SHARE)}
@@ -113,13 +115,13 @@ def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
 
 
 def knobs(cls):
-    """{name: default} of a class's keyword-only constructor arguments: a method's own flags."""
+    """A method's own flags: its constructor's keyword-only arguments, {name: default}."""
     return cls.__init__.__kwdefaults__ or {}
 
 
 def fill(args, recipe, small, img_size):
-    """Set what is None by the recipe or, for pictures up to 64 pixels and the micro encoder, by
-    `small`; lr, if it is in neither, by the linear scaling rule."""
+    """Set each option that is None from the recipe or, for pictures up to 64 pixels and the micro
+    encoder, from `small`. An lr that is still None follows from blr and the batch size."""
     micro = (args.dim or SIZES[args.size or "micro"]["dim"]) <= SIZES["micro"]["dim"]
     recipe = {**recipe, **small} if micro or max(img_size) <= 64 else recipe
     if args.lr is not None and args.blr is not None:
@@ -184,7 +186,7 @@ def read_picture(file):
 
 class Split(Dataset):
     """Training or validation pictures: uint8 (N,C,H,W) on the device, or N file names; labels (N,),
-    -1 for none; names of the classes. With a `transform`, which files need, workers load them."""
+    -1 for none; names of the classes. Files have a `transform`: workers load them."""
 
     def __init__(self, pictures, labels, classes, transform=None):
         self.pictures, self.labels = pictures, torch.as_tensor(labels)
@@ -192,7 +194,7 @@ class Split(Dataset):
         self.unreadable = torch.zeros(len(pictures), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, key):
-        """Of key (seed, i): picture i, transformed by draws of its own, and its label. A file that
+        """Picture i, transformed with draws from (seed, i), and its label. A file that
         cannot be read is named once, and the next that can stands in for it."""
         seed, i = key
         picture, n = self.pictures[i], len(self.labels)
@@ -200,14 +202,14 @@ class Split(Dataset):
             try:
                 picture = read_picture(picture)
             except ValueError as error:
-                if not self.unreadable[i]:                 # by no worker yet
+                if not self.unreadable[i]:                 # and no worker has said so
                     tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
                 self.unreadable[i] = True
                 if self.unreadable[:n].all():
                     raise ValueError(f"none of {n} pictures can be read") from None
                 i = (i + 1) % n
                 picture = self.pictures[i]
-        torch.default_generator.manual_seed(hash((seed, i)))           # the CPU's alone: faster
+        torch.default_generator.manual_seed(hash((seed, i)))           # not every device's
         return self.transform(picture) if self.transform else picture, self.labels[i]
 
 
@@ -230,7 +232,7 @@ def list_folder(root):
              if file.lower().endswith(endings)}
     if len(codes) < 2:
         raise ValueError(f"--data {root} has {len(codes)} pictures, at least 2 are needed")
-    limit = max(0.05 * 2 ** 32, min(codes.values()))       # new files move no other
+    limit = max(0.05 * 2 ** 32, min(codes.values()))       # whatever other files there are
     train = [file for file, code in codes.items() if code > limit]
     val = [file for file, code in codes.items() if code <= limit]
     return [(part, [-1] * len(part), []) for part in (train, val)]
@@ -238,14 +240,14 @@ def list_folder(root):
 
 def open_data(name, img_size, args):
     """The train and val Split of --data, and their (H, W). A folder's pictures are kept on the
-    device if a sample of 50 is not larger and all take less than 4 GiB; else read in each epoch."""
+    device if none of 50 is larger and they take less than 4 GiB; else they are read each time."""
     if name == "shapes":
         img_size = pair(img_size or 32)
         splits = [Split(*draw_shapes(n, img_size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
         try:
-            for turn in (args.rank == 0, args.local_rank == 0):        # machines may share data/
+            for turn in (args.rank == 0, args.local_rank == 0):        # then one a machine
                 if turn and not Path("data", kind.base_folder).is_dir():
                     print(f"note    {name} is downloaded to data/ (--data takes a folder too)",
                           flush=True)
@@ -260,21 +262,23 @@ def open_data(name, img_size, args):
         splits = [Split(*part) for part in list_folder(Path(name))]
         n = len(splits[0].labels)
         sizes = [splits[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
-        _, H, W = map(max, zip(*sizes))
-        img_size = pair(img_size or ((H, W) if max(H, W) < 224 else 224))
-        small = H <= img_size[0] and W <= img_size[1] and 3 * n * math.prod(img_size) < 2 ** 32
+        _, high, wide = map(max, zip(*sizes))
+        img_size = pair(img_size or ((high, wide) if max(high, wide) < 224 else 224))
+        fits = high <= img_size[0] and wide <= img_size[1]
+        in_memory = fits and 3 * n * math.prod(img_size) < 2 ** 32
 
-        def middle(picture):                               # all or 7/8 of it, in the size (H, W)
-            (h, w), (H, W), share = picture.shape[1:], img_size, 1 if small else 7 / 8
+        def middle(picture):                               # or 7/8 of it, in the shape of img_size
+            (h, w), (H, W), share = picture.shape[1:], img_size, 1 if in_memory else 7 / 8
             scale = share * min(h / H, w / W)
             crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
             return v2.functional.resize(crop(picture), img_size, v2.InterpolationMode.BICUBIC)
         for split in splits:
             split.transform = middle
-            if small:
+            if in_memory:
                 batches = torch.arange(len(split.labels)).split(1000)
                 loaded = load_pictures(split, batches, args)
-                pictures, labels = zip(*tqdm(loaded, "reading", len(batches), False, disable=None))
+                bar = tqdm(loaded, "reading", len(batches), leave=False, disable=None)
+                pictures, labels = zip(*bar)
                 split.pictures, split.labels = torch.cat(pictures), torch.cat(labels).cpu()
                 split.transform = None
     for split in splits:
@@ -290,7 +294,7 @@ def load_pictures(split, batches, args, seed=0):
         for ids in batches:
             yield split.pictures[ids.to(args.device)], split.labels[ids].to(args.device)
         return
-    n = sum(len(ids) for ids in batches)                   # in pieces, some for each worker
+    n = sum(len(ids) for ids in batches)                   # in pieces: each worker gets some
     size = min(128, math.ceil(n / max(1, args.workers)))
     keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(size)]
     pieces = iter(DataLoader(split, batch_sampler=keys, num_workers=args.workers,
@@ -303,7 +307,8 @@ def load_pictures(split, batches, args, seed=0):
 
 
 def crop_transform(img_size, args, *more):
-    """Random resized crop and flip of a picture (C,h,w), by torchvision, and then `more`."""
+    """Random resized crop and flip of a picture (C,h,w), by torchvision, and then `more`. What is
+    in memory is cropped by crop_batch instead."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -311,8 +316,8 @@ def crop_transform(img_size, args, *more):
 
 
 def crop_batch(pictures, img_size, args):
-    """The same for this process's pictures (b,C,H,W) on their device -> float, which torchvision
-    would crop all alike. Bilinear; a side that would leave the picture is cut to it."""
+    """The same for this process's pictures (b,C,H,W) in memory -> float, each cropped differently,
+    where torchvision crops all alike. Bilinear; a crop's side is at most the picture's."""
     draws = own(torch.rand(args.batch_size, 5, device=pictures.device), args)
     area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each
     area = args.crop + (1 - args.crop) * area
@@ -337,9 +342,9 @@ def val_batches(split, args, most=None):
 # ---------------------------------------------------------------------- processes and checkpoints
 def start_processes(args):
     """Set args.rank, world, local_rank, device and dtype; under torchrun, join the others."""
-    defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
-    args.rank, args.world, args.local_rank = (
-        int(os.environ.get(name, default)) for name, default in defaults.items())
+    args.rank = int(os.environ.get("RANK", 0))
+    args.world = int(os.environ.get("WORLD_SIZE", 1))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     try:
@@ -360,7 +365,7 @@ def start_processes(args):
         sys.stdout = open(os.devnull, "w")                 # one process speaks
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        # Keeps restarted processes from the keys of the killed ones; machines count for themselves.
+        # Keeps restarted processes from the keys of killed ones. Each machine counts its restarts.
         if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
@@ -384,7 +389,7 @@ def mean_over_processes(sums, count, args):
 
 
 def save(path, content):
-    """Write a checkpoint. It is always whole: the old one or, moved in its place, the new one."""
+    """Write a checkpoint. It is always whole: the old one or, moved into its place, the new one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -453,8 +458,8 @@ def name_run(args, name):
 def make_optimizer(args, groups):
     """The recipe's optimiser, fused where torch has it."""
     kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
-    own = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
-    return kind(groups, lr=args.lr, fused=args.device.type != "mps", **own)
+    more = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
+    return kind(groups, lr=args.lr, fused=args.device.type != "mps", **more)
 
 
 def learning_rate(t, args):
@@ -498,7 +503,7 @@ def train_step(net, optimizer, scaler, inputs, args):
     metrics, seed = Counter(), torch.initial_seed() + 1
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
-        torch.manual_seed(seed)                            # a model's own draws: the same in each
+        torch.manual_seed(seed)                            # its own draws: the same in each piece
         last = args.world == 1 or i + 1 == args.accum      # then processes exchange gradients
         with nullcontext() if last else net.no_sync():
             with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
@@ -507,7 +512,7 @@ def train_step(net, optimizer, scaler, inputs, args):
                 raise ValueError(f"forward must return (loss, {{name: value}}), not {type(output)}")
             loss, values = output
             scaler.scale(loss / args.accum).backward()
-        for name, value in values.items():
+        for name, value in {"loss": loss.detach(), **values}.items():
             metrics[name] += value / args.accum
     if args.clip_grad:
         scaler.unscale_(optimizer)
@@ -535,7 +540,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
         metrics = train_step(net, optimizer, scaler, prepare(pictures, labels), args)
         totals.update(metrics)
         last = step == len(batches)
-        if step % 20 == 0 or last:                         # the only times the device is waited for
+        if step % 20 == 0 or last:                         # only here the host waits for the device
             check = [totals["loss"], *(net.parameters() if last else ())]
             if not all(x.isfinite().all() for x in check):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
@@ -552,9 +557,11 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
     model's arguments. evaluate() gives {name: value} and columns of pictures or None every
     --eval_every epochs, when log.jsonl, recon.png and last.pt, with `content`, are written."""
     n, steps = len(train.labels), len(train.labels) // args.batch_size
-    if args.batch_size % (args.world * args.accum) or not steps:
+    if not steps:
+        raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
+    if args.batch_size % (args.world * args.accum):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {args.world} "
-                         f"processes x --accum {args.accum}, or above the {n} training pictures")
+                         f"processes x --accum {args.accum}")
     optimizer, history = make_optimizer(args, groups), []
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
     last = Path(args.runs, args.name, "last.pt")
@@ -566,19 +573,21 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
         for name, value in now.items():
             if was.get(name) != value:
                 raise ValueError(f"{last} cannot be resumed: {name} {was.get(name)}, not {value}")
-        settings = optimizer.state_dict()["param_groups"]  # those asked for now
+        settings = optimizer.state_dict()["param_groups"]  # this run's, not the saved ones
         optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
         scaler.load_state_dict(saved["scaler"])
         model.load_state_dict(saved["model"])
         history = saved["history"]
         print(f"resumed after epoch {saved['epoch']}")
+    elif args.resume:
+        print(f"note    there is no {last}: this run starts from the beginning")
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # --overwrite
-    if args.rank == 0:                                     # as last.pt has it, after a kill too
+    if args.rank == 0:                                     # cut back to what last.pt holds
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"data    {args.data}: {n} train, {len(val.labels)} val, {model.encoder.img_size} pixels,"
-          f" {model.encoder.grid} patches, {'streamed' if train.transform else 'in memory'}\n"
+          f" {'%dx%d' % model.encoder.grid} patches, {'files' if train.transform else 'kept'}\n"
           f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
@@ -607,9 +616,12 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
         if columns:
             save_picture(columns, last.with_name("recon.png"))
-        name, score = [*scores.items()][0]
-        print(f"epoch {row['epoch']}: loss {row.get('loss', math.nan):.4f}, {name} {score:.2f}, "
-              f"{row.get('img_s', 0):.0f} img/s, wait {row.get('wait', 0):.1%}", flush=True)
+        name, score = next(iter(scores.items()))
+        words = [f"{name} {score:.2f}"]
+        if args.epochs > 0:
+            words.insert(0, f"loss {row['loss']:.4f}")
+            words.append(f"{row['img_s']:.0f} img/s, wait {row['wait']:.1%}")
+        print(f"epoch {row['epoch']}:", ", ".join(words), flush=True)
     print(f"see     {last.with_name('log.jsonl')} and {last}")
     return history[-1]
 
@@ -618,9 +630,9 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
-    under masks that depend on the picture alone. And columns of 8: original, masked, and both."""
+    under masks that depend on the picture alone. And columns of 8 pictures."""
     count, columns, encoder = 0, None, model.eval().encoder
-    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # also of no picture
+    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # also if it has none
     decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
@@ -659,7 +671,7 @@ def as_table(rows):
 
 @torch.no_grad()
 def compare(args):
-    """--eval: rows of PSNR of checkpoints, and what each method measures and draws of itself."""
+    """--eval: rows of PSNR of checkpoints, and each method's own measures and figures."""
     start_processes(args)
     rows, columns, notes = [], [], []
     for path in args.eval:
@@ -696,8 +708,8 @@ def compare(args):
 
 # ------------------------------------------------------------------------------------------- main
 def vit_config(args, img_size):
-    """The encoder's constructor arguments: --size, or what is given instead of its parts."""
-    patch = tuple(16 if n >= 128 else min(                 # the divisor that is next to an eighth
+    """The encoder's constructor arguments: --size, with --dim, --depth, --heads for its own."""
+    patch = tuple(16 if n >= 128 else min(                 # the divisor nearest to an eighth
         range(1, n + 1), key=lambda d: (n % d > 0, abs(d - n / 8))) for n in img_size)
     size = {k: getattr(args, k) or v for k, v in SIZES[args.size or "micro"].items()}
     return dict(img_size=img_size, patch_size=pair(args.patch_size or patch), in_chans=3, **size)
@@ -754,7 +766,7 @@ def run(parser, work, argv):
     """work(args) of the words `argv` (None: the command line); a ValueError ends in one line."""
     def stop(*_):                                          # at once: as a DataLoader ends, it would
         if torch.utils.data.get_worker_info() is None:     # lose an exception
-            os.write(2, b"\nstopped: the same command with --resume goes on from last.pt\n")
+            os.write(2, b"\nstopped: with --resume it goes on from last.pt, if there is one\n")
         os._exit(130)
 
     args = parser.parse_args(argv)
@@ -778,7 +790,7 @@ def run(parser, work, argv):
 
 
 def make_parser(prog, name, choices, argv):
-    """A parser with --NAME of `choices`, on which other options depend, and what argv chooses."""
+    """A parser that has --NAME of `choices`, on which the others depend, and what argv chooses."""
     layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=100)
     parser = argparse.ArgumentParser(
         prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, formatter_class=layout)

@@ -34,7 +34,7 @@ COMMANDS = """
 train | --depht 3                              | --depht
 train | --prediction_ratio 0.5                 | --prediction_ratio
 train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2 ; --epochs 1
-train | --batch_size 41                        | --batch_size 41 ; above the 40 training pictures
+train | --batch_size 41                        | --batch_size 41 is more than the 40 training
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
 train | --betas 0.9                            | --betas 0.9 ; two numbers
 train | --betas 0.9,2.0                        | --betas (0.9, 2.0) ; below 1
@@ -157,7 +157,7 @@ def test_wrong_command_lines_in_processes(desk):
     assert code == 2 and len(lines) == 1 and "--mode linear needs --checkpoint" in lines[0]
     words = [*BASE["train"], "--data", "two", "--batch_size", "2"]     # more than pictures
     code, lines = ended(fork(torchrun, script, "train.py", *words))
-    assert code != 0 and any("above the 1 training pictures" in line for line in lines)
+    assert code != 0 and any("more than the 1 training pictures" in line for line in lines)
     assert not (desk / "runs/new").exists()
 
 
