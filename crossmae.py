@@ -99,7 +99,7 @@ class CrossMAE(nn.Module):
         decoder_depth: blocks of the decoder (Table 3e)
         decoder_heads: attention heads of the decoder (release)
         feature_maps: maps that are mixed: all, last or blocks from 0, as in 3,7,11 (Table 3d)
-        include_input: mix the first block's input too (on, unless feature_maps is last)
+        include_input: mix the first block's input too (A.5; on, unless feature_maps is last)
         self_attention: among the predicted patches, before cross-attention (Table 3a)
         softmax_weights: mixing weights that are positive and add up to 1 (Table 8)
         project_maps: a linear layer for each map before mixing (Table 9)
@@ -124,7 +124,7 @@ class CrossMAE(nn.Module):
         self.mask_ratio, self.prediction_ratio = mask_ratio, prediction_ratio
         self.norm_pix_loss, self.softmax_weights = norm_pix_loss, softmax_weights
         L, K = self.encoder.num_patches, visible_count(self.encoder.num_patches, mask_ratio)
-        self.skipped = int(L * (mask_ratio - prediction_ratio))
+        self.skipped = int(L * (mask_ratio - prediction_ratio))        # Sec. 3.3; item 2
         if not (0 < prediction_ratio <= mask_ratio and K + self.skipped < L):
             raise ValueError(f"prediction_ratio {prediction_ratio} is not above 0 and at most "
                              f"mask_ratio {mask_ratio}: give both")
@@ -150,7 +150,7 @@ class CrossMAE(nn.Module):
                                  f"different blocks from 0 to {depth - 1} that includes the last")
             self.map_ids = sorted(i + 1 for i in blocks)               # in the list of ViT.layers
             if include_input is not False:
-                self.map_ids.insert(0, 0)
+                self.map_ids.insert(0, 0)                              # Sec. 3.4, A.5
             n = len(self.map_ids)
             if softmax_weights and n == 1:
                 raise ValueError("softmax_weights of one map are 1: mix more")
@@ -185,7 +185,7 @@ class CrossMAE(nn.Module):
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)
         mixes = self.map_weights() @ maps.flatten(1)                   # eq. 1: t_k = sum w_j^k f_j
         mixes = mixes.view(-1, *maps.shape[1:])                        # (decoder depth, B, 1+K, D)
-        return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each
+        return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each, A.3
 
     def decode(self, features, ids):
         """Predictions (B,M,p*p*C) of the patches ids (B,M) from the features of encode."""
@@ -197,8 +197,8 @@ class CrossMAE(nn.Module):
     def subset(self, noise, ids_keep, ids_mask):
         """The patches of ids_mask (B,L-K) that are predicted (Sec. 3.3), (B,M), a uniform choice
         whatever the mask's pattern: those of the highest fractional part of noise (B,L). If the
-        pattern cuts through one whole part, say 1.2 is visible and 1.3 is hidden, those left have
-        fractions above 0.2 and would be predicted too often: they are stretched to 0 ... 1."""
+        last visible and first hidden noise share a whole part, say 1.2 and 1.3, its hidden ones
+        only have fractions above 0.2 and would win too often: they are stretched to 0 ... 1."""
         last, noise = noise.gather(1, ids_keep[:, -1:]), noise.gather(1, ids_mask)
         stretched = (noise - last) / (1 - last % 1)
         rank = torch.where(noise.floor() == last.floor(), stretched, noise % 1)
@@ -245,8 +245,8 @@ class CrossMAE(nn.Module):
     def contributions(self, images, noise):
         """Each decoder block's own part of the predictions of all hidden patches (Appendix D): (1 +
         decoder depth,B,L-K,p*p*C), first that of mask token and position; ids_keep, ids_mask, mask.
-        They add up exactly: the head's norm is linear but for its deviation, which is the final
-        token's; its bias and the head's are counted once, in the first part."""
+        They add up exactly: the final norm is linear once its deviation is fixed, here to the last
+        output's; the biases of norm and head are counted once, in the first part."""
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, self.mask_ratio)
         xs = [self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]]     # f_0
         for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):

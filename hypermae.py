@@ -45,8 +45,8 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
-    frequencies, 1 to sigma in equal ratios, times the row and then the column. In float32, whatever
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x for the dim/2 frequencies f,
+    1 to sigma in equal ratios, with x the row and then the column. In float32, whatever
     the model is in: the phase reaches pi sigma. (minr.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)

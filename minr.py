@@ -20,7 +20,7 @@ Where paper and release differ, and what is done here:
   2. The release hides each patch with probability 0.75; here exactly mask_ratio of them are hidden.
   3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
      multiply shared ones. As released.
-  4. In the release a GINR layer holds shared weights that nothing uses; here it has none.
+  4. The release's GINR layers also hold shared weights that nothing uses: not built here.
   5. Each column of weights has norm 1, in shared layers too, and `out_bias` is added: as released.
   6. The release's ViT has learnt positions and dropout; here it is vit.ViT, fixed positions, no
      final norm (as released), and its class token.
@@ -44,8 +44,8 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi times each of dim/2
-    frequencies, 1 to sigma in equal ratios, times the row and then the column. In float32, whatever
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x for the dim/2 frequencies f,
+    1 to sigma in equal ratios, with x the row and then the column. In float32, whatever
     the model is in: the phase reaches pi sigma. (hypermae.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
@@ -165,7 +165,7 @@ class MINR(nn.Module):
                 own = self.to_weights[str(i)](parts[i]).transpose(1, 2)  # (B, a, g)
                 if self.hypernetwork == "ginr":                        # theta, low rank (GINR)
                     W = own @ W                                        # (B, a, b) = (a, g) (g, b)
-                else:                                                  # columns repeat (TransINR)
+                else:                                                  # columns repeat (item 3)
                     W = W * own.repeat(1, 1, W.shape[1] // own.shape[2])  # (B, a, b)
             layers.append((F.normalize(W, dim=-2, eps=1e-12), bias))   # columns of norm 1, item 5
         return layers
