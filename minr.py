@@ -44,7 +44,7 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x for the dim/2 frequencies f,
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x: dim/2 frequencies f,
     1 to sigma in equal ratios, with x the row and then the column. In float32, whatever
     the model is in: the phase reaches pi sigma. (hypermae.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
