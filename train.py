@@ -194,8 +194,8 @@ class Split(Dataset):
         self.unreadable = torch.zeros(len(pictures), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, key):
-        """Picture i, transformed with draws from (seed, i), and its label. A file that
-        cannot be read is named once, and the next that can stands in for it."""
+        """Picture i, transformed with draws from (seed, i), and its label. A file that cannot be
+        read is named once, and the next that can stands in for it."""
         seed, i = key
         picture, n = self.pictures[i], len(self.labels)
         while isinstance(picture, str):
@@ -586,8 +586,8 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
     if args.rank == 0:                                     # cut back to what last.pt holds
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {model.encoder.img_size} pixels,"
-          f" {'%dx%d' % model.encoder.grid} patches, {'files' if train.transform else 'kept'}\n"
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val; {model.encoder.img_size} px, "
+          f"{'%dx%d' % model.encoder.grid} patches, {'files' if train.transform else 'in memory'}\n"
           f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
@@ -630,9 +630,9 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
-    under masks that depend on the picture alone. And columns of 8 pictures."""
+    under masks that depend on the picture alone. Columns of 8: truth, masked, decoded, copied."""
     count, columns, encoder = 0, None, model.eval().encoder
-    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # also if it has none
+    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # of none, too
     decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
