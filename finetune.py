@@ -16,6 +16,7 @@ Where paper and released code differ, or torchvision does from both, and what is
   6. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
 """
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (KINDS, SHARED, WORDS, add_flags, add_options, crop_batch, crop_transform, fill,
-                   fit, initialize, make_parser, mean_over_processes, name_run, number, open_data,
-                   read, run, start_processes, val_batches, vit_config)
+from train import (LAYOUT, SHARED, add_flags, add_options, crop_batch, crop_transform, fill, fit,
+                   initialize, mean_over_processes, name_run, number, open_data, read, run,
+                   val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, normalize
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
@@ -40,12 +41,6 @@ LINEAR = dict(  # MAE Table 10, with SGD for LARS
 RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
            "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer is pretrained
 SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, see train.fill
-MORE_WORDS = dict(
-    WORDS, randaug="magnitude of RandAugment, at most 30 (27: 9 of 10 in the papers); 0: none",
-    erasing="probability of erasing a rectangle", mixup="a of MixUp's Beta(a, a); 0: none",
-    cutmix="a of CutMix's Beta(a, a); 0: none", drop_path="stochastic depth of the last block",
-    mix_ratio="weight of each picture in a fixed mixture with another; 0: no mixing",
-    smoothing="label smoothing", layer_decay="ratio of a layer's rate to the next layer's")
 
 
 class Classifier(nn.Module):
@@ -171,7 +166,6 @@ def finetune(args):
     path = Path(args.checkpoint or "scratch").absolute()   # runs/NAME/last.pt or a released file
     name = path.parent.name if path.stem == "last" else path.stem
     name_run(args, f"{name}_{args.mode if args.checkpoint else Path(args.data).resolve().name}")
-    start_processes(args)
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     if not train.classes:
@@ -182,12 +176,7 @@ def finetune(args):
         config[key] = getattr(args, key, None) or source["config"].get(key, config[key])
     args.dim = config["dim"]                               # by which fill knows the micro encoder
     small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
-    fill(args, {**SHARED, **RECIPES[args.mode]}, small, img_size)
-    if args.randaug > 30:
-        raise ValueError(f"--randaug {args.randaug} is more than 30")
-    ratio = args.mix_ratio
-    if ratio and (args.mixup or args.cutmix):
-        raise ValueError(f"--mix_ratio {ratio} needs --mixup 0 and --cutmix 0")
+    fill(args, RECIPES[args.mode], small, img_size)
     if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)
@@ -202,8 +191,7 @@ def finetune(args):
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
-        print(f"{args.k} nearest neighbours: top1 {row['top1']:.2f}, top5 {row['top5']:.2f} %; the "
-              f"largest class has {largest:.2f} % of the pictures")
+        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, largest class {largest:.2f} %")
         return row
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
@@ -219,6 +207,7 @@ def finetune(args):
     def prepare(pictures, labels):
         """The model's arguments: images and targets."""
         images = normalize(pictures if streamed else crop_batch(pictures, img_size, args), model)
+        ratio = args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
@@ -233,15 +222,17 @@ def finetune(args):
 
 def main(argv=None):
     """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    parser, mode = make_parser("finetune.py", "mode", RECIPES, argv)
-    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels and micro: {SMALL}"
+    parser = argparse.ArgumentParser("finetune.py", **LAYOUT)
     option = parser.add_argument
+    option("--mode", choices=RECIPES, default="finetune", help="(finetune)")
+    recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
     option("--labels", type=number(float, 0, 1), default=1.0, help="share of each class's (1)")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
-    add_flags(parser, "recipe", {**SHARED, **RECIPES[mode]}, KINDS, MORE_WORDS)
+    add_flags(parser, "recipe (blr: lr of a batch of 256)", {**SHARED, **recipe})
+    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels and micro: {SMALL}"
     return run(parser, finetune, argv)
 
 

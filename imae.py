@@ -57,6 +57,7 @@ class IMAE(nn.Module):
         decoder_heads: attention heads of the decoder
         branches: 2, or 1 for the subordinate image alone (Section 3)
         beta: b of Beta(b, b), from which the weight of the first image is drawn (Table 2: 1)
+        mix: that weight, if it is always the same
         distill_weight: Algorithm 1's c, of the distillation (default: 1 with a teacher, else 0)
     """
 
@@ -74,7 +75,7 @@ class IMAE(nn.Module):
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
-                 decoder_depth=8, decoder_heads=16, branches=2, beta=1.0,
+                 decoder_depth=8, decoder_heads=16, branches=2, beta=1.0, mix: float = None,
                  distill_weight: float = None):
         super().__init__()
         if branches not in (1, 2):
@@ -90,7 +91,7 @@ class IMAE(nn.Module):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
         visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
-        self.beta, self.distill_weight = beta, distill_weight
+        self.beta, self.mix, self.distill_weight = beta, mix, distill_weight
         p, q = self.encoder.patch_size
 
         self.decoder_embed = nn.ModuleList(                            # F_1 and F_2
@@ -151,10 +152,12 @@ class IMAE(nn.Module):
 
     def forward(self, images, noise=None, partners=None, mix=None):
         """Images and partners (B,C,H,W; None: the images before), normalised, noise (B,L; None:
-        random) and mix, the weight of images, a number or (B,) (None: Beta(b, b)) -> the loss, a
+        random) and mix, the weight of images, a number or (B,) (None: self.mix) -> the loss, a
         float32 scalar, and its parts, detached: {"loss", "subordinate", "dominant", "distill"}."""
         partners = images.roll(1, 0) if partners is None else partners
-        mix = torch.distributions.Beta(self.beta, self.beta).sample() if mix is None else mix
+        mix = self.mix if mix is None else mix
+        if mix is None:
+            mix = torch.distributions.Beta(self.beta, self.beta).sample()
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         zs = self.encode(mixture, ids_keep)                            # z_1, z_2 (B, 1+K, E)

@@ -1,9 +1,8 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-To see how a model is trained, read `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is
-seeded by (seed, epoch, step) and draws crops, masks and mixing weights for the whole batch, of
-which each process takes its part: so N processes compute what one does, and a resumed run what an
-uninterrupted one does.
+How a model is trained: see `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is seeded
+by (seed, epoch, step) and draws crops and masks for the whole batch, of which each process takes
+its part: so N processes compute what one does, and a resumed run what an uninterrupted one does.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import sys
 import zlib
 from collections import Counter
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -39,9 +37,10 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, denormalize, from_re
                  mask_noise, normalize, pair, sizes_of, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
+LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,     # errors of one line
+              formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-# ---------------------------------------------------------------------------------------- options
 def number(kind, low=-math.inf, high=math.inf):
     """An argparse type: a finite int or float from low to high."""
     def parse(text):
@@ -60,28 +59,14 @@ def numbers(text):
     return values if len(values) > 1 else values[0]
 
 
-SHARE = number(float, 0, 1)
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
-KINDS = dict(
-    lr=float, blr=float, optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"),
-    crop=SHARE, momentum=SHARE, smoothing=SHARE, drop_path=SHARE, erasing=SHARE, mix_ratio=SHARE,
-    layer_decay=SHARE)
-WORDS = dict(
-    lr="learning rate, instead of --blr", blr="learning rate for a batch of 256",
-    min_lr="where the cosine ends", batch_size="of all processes together",
-    epochs="0 writes the untrained model", warmup_epochs="epochs of linear warm-up",
-    weight_decay="on all but biases and norms", crop="least area of a random crop, 1: no crop")
-
-
 def add_options(parser):
     """The options of both scripts, without those of the recipes."""
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    option = parser.add_argument_group("data").add_argument
+    option = parser.add_argument_group("pictures and encoder").add_argument
     option("--data", help="shapes, cifar10, cifar100, a folder (the checkpoint's or shapes)")
     option("--img_size", type=numbers, help="a side or H,W in pixels (224; small ones keep theirs)")
     option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="(at most 8)")
     option("--eval_images", type=number(int, 1), metavar="N", help="to validate on (1000; all)")
-    option = parser.add_argument_group("encoder").add_argument
     option("--size", choices=SIZES, help="(micro)")
     for part in ("dim", "depth", "heads"):
         option(f"--{part}", type=number(int, 1), metavar="N", help="instead of --size's")
@@ -89,29 +74,36 @@ def add_options(parser):
     option = parser.add_argument_group("run").add_argument
     option("--runs", default="runs", help="the folder of all runs (runs)")
     option("--name", help="of this run's folder (method_data, checkpoint_mode)")
-    option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
-    option("--overwrite", action="store_true", help="replace the run of that name")
     option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints (1)")
-    option("--device", help="cuda, mps or cpu (the best there is)")
+    option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
     option("--accum", type=number(int, 1), default=1, metavar="N", help="split a batch (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, help="largest norm (0: no limit)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="keep less for the backward pass")
     option("--seed", type=int, default=0, help="(0)")
+    option = parser.add_mutually_exclusive_group().add_argument
+    option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
+    option("--overwrite", action="store_true", help="replace the run of that name")
 
 
-def add_flags(parser, title, values, kinds=KINDS, words=WORDS):
-    """A flag for each {name: default}, parsed as in `kinds` or like its default, None if absent."""
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
+LIMITS = dict(crop=1, momentum=1, smoothing=1, drop_path=1, erasing=1, mix_ratio=1, layer_decay=1,
+              mix=1, randaug=30)
+
+
+def add_flags(parser, title, values, annotations={}):
+    """A flag for each {name: default}, of the type of its annotation or default, None if absent."""
     option = parser.add_argument_group(title).add_argument
     for name, default in values.items():
-        kind, help = kinds.get(name, type(default)), words.get(name, "")
-        help += "" if default is None else f" ({default})"
-        low = 0 if default == 0 or name.endswith("epochs") else 1
-        how = {int: dict(type=number(int, low)), float: dict(type=number(float, 0)),
-               bool: dict(action=argparse.BooleanOptionalAction), SHARE: dict(type=SHARE)}
-        how = dict(choices=kind) if isinstance(kind, tuple) else how.get(kind, dict(type=numbers))
-        option(f"--{name}", help=help, **how)
+        low = 0 if default == 0 or name in ("epochs", "warmup_epochs", "randaug") else 1
+        high = LIMITS.get(name, math.inf)
+        how = {int: dict(type=number(int, low, high)), float: dict(type=number(float, 0, high)),
+               bool: dict(action=argparse.BooleanOptionalAction)}
+        kind = annotations.get(name, float if default is None else type(default))
+        how = how.get(kind, dict(type=numbers, choices=CHOICES.get(name)))
+        option(f"--{name}", help=f"({default})", **how)
 
 
 def knobs(cls):
@@ -123,9 +115,7 @@ def fill(args, recipe, small, img_size):
     """Set each option that is None from the recipe or, for pictures up to 64 pixels and the micro
     encoder, from `small`. An lr that is still None follows from blr and the batch size."""
     micro = (args.dim or SIZES[args.size or "micro"]["dim"]) <= SIZES["micro"]["dim"]
-    recipe = {**recipe, **small} if micro or max(img_size) <= 64 else recipe
-    if args.lr is not None and args.blr is not None:
-        raise ValueError(f"--lr {args.lr} and --blr {args.blr} exclude each other")
+    recipe = {**SHARED, **recipe, **(small if micro or max(img_size) <= 64 else {})}
     for name, value in recipe.items():
         if getattr(args, name) is None and not (name == "lr" and args.blr is not None):
             setattr(args, name, value)
@@ -133,21 +123,17 @@ def fill(args, recipe, small, img_size):
         args.lr = args.blr * args.batch_size / 256
     if not isinstance(args.betas, tuple) or len(args.betas) != 2 or max(args.betas) >= 1:
         raise ValueError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min_lr {args.min_lr} is above the learning rate {args.lr:.3g}")
     if 0 < args.epochs < args.warmup_epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
 
-# ------------------------------------------------------------------------------------------- data
 SHAPES = {  # m, q, k of the outline (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q, a the angle (Gielis)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
 
 def draw_shapes(n, img_size, seed):
-    """The embedded data: n pictures (n,3,H,W), uint8, and labels (n,), each of one shape, turned
-    and softly shaded, on a shaded ground of another colour."""
+    """n pictures (n,3,H,W), uint8, of a shape on a ground of another colour, and labels (n,)."""
     g, (H, W), pictures = torch.Generator().manual_seed(seed), img_size, []
     axes = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W), indexing="ij")
     labels = torch.arange(n) % len(SHAPES)
@@ -169,19 +155,16 @@ def draw_shapes(n, img_size, seed):
 
 def read_picture(file):
     """An upright RGB picture (3,H,W), uint8, white where it is transparent; JPEGs are read fast."""
-    try:
-        data = torchvision.io.read_file(file)
-        if data[:2].tolist() == [0xFF, 0xD8]:              # as every JPEG starts
-            return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-        picture = ImageOps.exif_transpose(Image.open(file))
-        if picture.mode.startswith("I"):                   # convert would cut off what is above 255
-            picture = picture.point(lambda value: value / 256).convert("L")
-        if "A" in picture.mode or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-        return v2.functional.pil_to_tensor(picture.convert("RGB"))
-    except Exception as error:                             # a broken file can raise anything
-        raise ValueError(f"{file} cannot be read as a picture: {error}") from None
+    data = torchvision.io.read_file(file)
+    if data[:2].tolist() == [0xFF, 0xD8]:                  # as every JPEG starts
+        return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
+    picture = ImageOps.exif_transpose(Image.open(file))
+    if picture.mode.startswith("I"):                       # convert would cut off what is above 255
+        picture = picture.point(lambda value: value / 256).convert("L")
+    if "A" in picture.mode or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return v2.functional.pil_to_tensor(picture.convert("RGB"))
 
 
 class Split(Dataset):
@@ -196,14 +179,14 @@ class Split(Dataset):
     def __getitem__(self, key):
         """Picture i, transformed with draws from (seed, i), and its label. A file that cannot be
         read is named once, and the next that can stands in for it."""
-        seed, i = key
-        picture, n = self.pictures[i], len(self.labels)
+        (seed, i), n = key, len(self.labels)
+        picture = self.pictures[i]
         while isinstance(picture, str):
             try:
                 picture = read_picture(picture)
-            except ValueError as error:
+            except Exception as error:                     # a broken file can raise anything
                 if not self.unreadable[i]:                 # and no worker has said so
-                    tqdm.write(f"{error}; the next one replaces it", file=sys.stderr)
+                    tqdm.write(f"{picture} is not read, the next one is: {error}", file=sys.stderr)
                 self.unreadable[i] = True
                 if self.unreadable[:n].all():
                     raise ValueError(f"none of {n} pictures can be read") from None
@@ -216,11 +199,9 @@ class Split(Dataset):
 def list_folder(root):
     """(files, labels, classes) of train and val: class folders in train/ and val/, or any pictures,
     of which the 5% with the lowest hash of their name are held out."""
-    if not root.is_dir():
-        raise ValueError(f"--data {root} is not shapes, cifar10, cifar100 or a folder")
     files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
-    endings = torchvision.datasets.folder.IMG_EXTENSIONS
-    others = Counter(Path(file).suffix for file in files if not file.lower().endswith(endings))
+    pictures = {f for f in files if f.lower().endswith(torchvision.datasets.folder.IMG_EXTENSIONS)}
+    others = Counter(Path(file).suffix for file in set(files) - pictures)
     if others:
         print("note    files that are not read:", *(f"{n} {end}" for end, n in others.items()))
     if (root / "train").is_dir():
@@ -228,10 +209,10 @@ def list_folder(root):
         if train.classes != val.classes:
             raise ValueError(f"--data {root}: the classes of train/ and val/ differ")
         return [([file for file, _ in s.samples], s.targets, s.classes) for s in (train, val)]
-    codes = {file: zlib.crc32(os.path.relpath(file, root).encode()) for file in sorted(files)
-             if file.lower().endswith(endings)}
+    codes = {f: zlib.crc32(os.path.relpath(f, root).encode()) for f in sorted(pictures)}
     if len(codes) < 2:
-        raise ValueError(f"--data {root} has {len(codes)} pictures, at least 2 are needed")
+        raise ValueError(f"--data {root} is not shapes, cifar10, cifar100 or a folder of two or "
+                         f"more pictures")
     limit = max(0.05 * 2 ** 32, min(codes.values()))       # whatever other files there are
     train = [file for file, code in codes.items() if code > limit]
     val = [file for file, code in codes.items() if code <= limit]
@@ -246,39 +227,31 @@ def open_data(name, img_size, args):
         splits = [Split(*draw_shapes(n, img_size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
-        try:
-            for turn in (args.rank == 0, args.local_rank == 0):        # then one a machine
-                if turn and not Path("data", kind.base_folder).is_dir():
-                    print(f"note    {name} is downloaded to data/ (--data takes a folder too)",
-                          flush=True)
-                    kind("data", download=True)
-                if args.world > 1:
-                    dist.barrier()
-            sets = [kind("data", train=train) for train in (True, False)]
-        except RuntimeError:                               # torchvision's
-            raise ValueError(f"data/{kind.base_folder} is broken: remove it, try again") from None
+        print(f"note    {name} is read from data/, or downloaded to it once a machine", flush=True)
+        if args.local_rank > 0:
+            dist.barrier()
+        sets = [kind("data", train=train, download=True) for train in (True, False)]
+        if args.local_rank == 0 and args.world > 1:
+            dist.barrier()
         splits = [Split(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes) for s in sets]
     else:
         splits = [Split(*part) for part in list_folder(Path(name))]
         n = len(splits[0].labels)
         sizes = [splits[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
         _, high, wide = map(max, zip(*sizes))
-        img_size = pair(img_size or ((high, wide) if max(high, wide) < 224 else 224))
-        fits = high <= img_size[0] and wide <= img_size[1]
-        in_memory = fits and 3 * n * math.prod(img_size) < 2 ** 32
+        H, W = img_size = pair(img_size or ((high, wide) if max(high, wide) < 224 else 224))
+        in_memory = high <= H and wide <= W and 3 * n * H * W < 2 ** 32
 
         def middle(picture):                               # or 7/8 of it, in the shape of img_size
-            (h, w), (H, W), share = picture.shape[1:], img_size, 1 if in_memory else 7 / 8
+            (h, w), share = picture.shape[1:], 1 if in_memory else 7 / 8
             scale = share * min(h / H, w / W)
             crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
             return v2.functional.resize(crop(picture), img_size, v2.InterpolationMode.BICUBIC)
         for split in splits:
             split.transform = middle
             if in_memory:
-                batches = torch.arange(len(split.labels)).split(1000)
-                loaded = load_pictures(split, batches, args)
-                bar = tqdm(loaded, "reading", len(batches), leave=False, disable=None)
-                pictures, labels = zip(*bar)
+                loaded = load_pictures(split, torch.arange(len(split.labels)).split(1000), args)
+                pictures, labels = zip(*tqdm(loaded, "reading", leave=False, disable=None))
                 split.pictures, split.labels = torch.cat(pictures), torch.cat(labels).cpu()
                 split.transform = None
     for split in splits:
@@ -288,27 +261,24 @@ def open_data(name, img_size, args):
 
 
 def load_pictures(split, batches, args, seed=0):
-    """Pictures (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, which are
-    indices (b,): from memory or, transformed, from workers."""
+    """Pictures (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
+    (b,): from memory, or transformed by workers, each of which loads pieces of a batch."""
     if split.transform is None:
         for ids in batches:
             yield split.pictures[ids.to(args.device)], split.labels[ids].to(args.device)
         return
-    n = sum(len(ids) for ids in batches)                   # in pieces: each worker gets some
-    size = min(128, math.ceil(n / max(1, args.workers)))
-    keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(size)]
+    keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(64)]
     pieces = iter(DataLoader(split, batch_sampler=keys, num_workers=args.workers,
                              multiprocessing_context="fork" if args.workers else None,
                              pin_memory=args.device.type == "cuda"))
     for ids in batches:
-        parts = [next(pieces) for _ in ids.split(size)]
+        parts = [next(pieces) for _ in ids.split(64)]
         yield [torch.cat([x.to(args.device, non_blocking=True) for x in part])
                for part in zip(*parts)]
 
 
 def crop_transform(img_size, args, *more):
-    """Random resized crop and flip of a picture (C,h,w), by torchvision, and then `more`. What is
-    in memory is cropped by crop_batch instead."""
+    """Random resized crop and flip of a picture (C,h,w), by torchvision, and then `more`."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -316,8 +286,8 @@ def crop_transform(img_size, args, *more):
 
 
 def crop_batch(pictures, img_size, args):
-    """The same for this process's pictures (b,C,H,W) in memory -> float, each cropped differently,
-    where torchvision crops all alike. Bilinear; a crop's side is at most the picture's."""
+    """The same for this process's pictures (b,C,H,W) in memory, each cropped differently, where
+    torchvision crops all alike: float, bilinear; a crop's side is at most the picture's."""
     draws = own(torch.rand(args.batch_size, 5, device=pictures.device), args)
     area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each
     area = args.crop + (1 - args.crop) * area
@@ -339,7 +309,6 @@ def val_batches(split, args, most=None):
         yield ids, pictures, labels
 
 
-# ---------------------------------------------------------------------- processes and checkpoints
 def start_processes(args):
     """Set args.rank, world, local_rank, device and dtype; under torchrun, join the others."""
     args.rank = int(os.environ.get("RANK", 0))
@@ -347,16 +316,13 @@ def start_processes(args):
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(args.device or best)
-        if device.type == "cuda":
-            device = torch.device("cuda", args.local_rank if args.world > 1 else device.index or 0)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):                 # an unknown word; a torch without CUDA
-        raise ValueError(f"--device {args.device} is not there: {best} is") from None
-    amp, cuda, args.device = args.amp, device.type == "cuda", device
+    name, amp = args.device or best, args.amp
+    if name not in (best, "cpu"):
+        raise ValueError(f"--device {name} is not there: {best} is")
+    cuda = name == "cuda"
+    args.device = torch.device(f"cuda:{args.local_rank}" if cuda else name)
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(args.device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -368,9 +334,8 @@ def start_processes(args):
         # Keeps restarted processes from the keys of killed ones. Each machine counts its restarts.
         if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.world,
-            timeout=timedelta(hours=1), device_id=device if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
+                                world_size=args.world, device_id=args.device if cuda else None)
 
 
 def own(batch, args):
@@ -442,14 +407,9 @@ def initialize(model, path):
         raise ValueError(f"{path} does not fit: {error}") from None
 
 
-# --------------------------------------------------------------------------------------- training
 def name_run(args, name):
     """Set args.name, if it is None. ValueError if it holds a run that is not to be touched."""
     args.name = args.name or name.replace(" ", "_")
-    if Path(args.name).name != args.name or args.name == "..":
-        raise ValueError(f"--name {args.name} is not a name: --runs says which folder it is in")
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
     if Path(args.runs, args.name, "last.pt").exists() and not (args.resume or args.overwrite):
         raise ValueError(f"{Path(args.runs, args.name)} holds a run: --resume goes on with it, "
                          f"--overwrite replaces it, --name NAME starts another")
@@ -486,18 +446,6 @@ def wrap(model, args):
     return model
 
 
-def draw_batches(split, epoch, args):
-    """The indices (b,) of this process's part of each batch of an epoch; of pairs (2b,), those of
-    the images and then those of their partners."""
-    torch.manual_seed(hash((args.seed, epoch)))
-    n = len(split.labels) // args.batch_size * args.batch_size         # whole batches
-    parts = [torch.randperm(len(split.labels))[:n]]
-    if hasattr(args, "same_class"):
-        parts += [draw_partners(parts[0], split.labels, args.same_class, torch.default_generator)]
-    return [torch.cat([own(part[i:i + args.batch_size], args) for part in parts])
-            for i in range(0, n, args.batch_size)]
-
-
 def train_step(net, optimizer, scaler, inputs, args):
     """A step on `inputs`, the arguments of net, in --accum pieces. Nothing waits for the device."""
     metrics, seed = Counter(), torch.initial_seed() + 1
@@ -525,9 +473,16 @@ def train_step(net, optimizer, scaler, inputs, args):
 
 def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
     """Train for an epoch: its line of the log. SystemExit once loss or weights are not finite."""
-    began, waited, totals, batches = perf_counter(), 0, Counter(), draw_batches(train, epoch, args)
-    stream = load_pictures(train, batches, args, seed=hash((args.seed, epoch)))
-    rates = [learning_rate(epoch + i / len(batches), args) for i in range(len(batches))]
+    began, waited, totals, seed = perf_counter(), 0, Counter(), hash((args.seed, epoch))
+    torch.manual_seed(seed)
+    steps = len(train.labels) // args.batch_size
+    rows = torch.randperm(len(train.labels))[:steps * args.batch_size, None]         # (n, 1)
+    if hasattr(args, "same_class"):                        # (n, 2): images and their partners
+        mates = draw_partners(rows[:, 0], train.labels, args.same_class, torch.default_generator)
+        rows = torch.stack([rows[:, 0], mates], dim=1)
+    batches = [own(batch, args).T.flatten() for batch in rows.split(args.batch_size)]
+    stream = load_pictures(train, batches, args, seed)
+    rates = [learning_rate(epoch + i / steps, args) for i in range(steps)]
     bar = tqdm(rates, f"epoch {epoch + 1}/{args.epochs}", unit="img", unit_scale=args.batch_size,
                leave=False, disable=args.rank > 0 or None)
     for step, rate in enumerate(bar, start=1):
@@ -539,13 +494,11 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
             group["lr"] = rate * group.get("lr_scale", 1.0)
         metrics = train_step(net, optimizer, scaler, prepare(pictures, labels), args)
         totals.update(metrics)
-        last = step == len(batches)
-        if step % 20 == 0 or last:                         # only here the host waits for the device
-            check = [totals["loss"], *(net.parameters() if last else ())]
+        if step % 20 == 0 or step == steps:                # only here the host waits for the device
+            check = [totals["loss"], *(net.parameters() if step == steps else ())]
             if not all(x.isfinite().all() for x in check):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
-                                 f"{step}, lr {rate:.1e}: --resume goes on from the last epoch "
-                                 f"saved, with a lower --lr, --clip_grad 1 or --amp fp32")
+                                 f"{step}, lr {rate:.1e}: --resume with a lower --lr, --clip_grad")
             bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {rate:.1e}")
     means, seconds = mean_over_processes(totals, step, args), perf_counter() - began
     return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
@@ -553,9 +506,8 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
 
 
 def fit(args, model, groups, train, val, prepare, evaluate, **content):
-    """Train for --epochs and return the last line of log.jsonl. prepare(pictures, labels) makes the
-    model's arguments. evaluate() gives {name: value} and columns of pictures or None every
-    --eval_every epochs, when log.jsonl, recon.png and last.pt, with `content`, are written."""
+    """Train for --epochs; the last line of log.jsonl. prepare(pictures, labels) makes the model's
+    arguments, evaluate() gives {name: value} and columns of pictures or None for recon.png."""
     n, steps = len(train.labels), len(train.labels) // args.batch_size
     if not steps:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
@@ -579,8 +531,6 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
         model.load_state_dict(saved["model"])
         history = saved["history"]
         print(f"resumed after epoch {saved['epoch']}")
-    elif args.resume:
-        print(f"note    there is no {last}: this run starts from the beginning")
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # --overwrite
     if args.rank == 0:                                     # cut back to what last.pt holds
@@ -592,8 +542,7 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size or more "
-              f"--epochs{', or --init from another run' if 'init' in args else ''}")
+        print(f"note    {args.epochs * steps} steps are few: try --epochs, --batch_size or --init")
     net, done = wrap(model, args), history[-1]["epoch"] if history else 0
     for epoch in range(done, max(args.epochs, not history)):
         row = {"epoch": 0}                                 # of 0 epochs: the untrained model
@@ -610,23 +559,20 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
         began = perf_counter()
         save(last, dict(
             content, model=model.state_dict(), optimizer=optimizer.state_dict(), flags=vars(args),
-            scaler=scaler.state_dict(), epoch=row["epoch"], history=history, mean=model.mean,
-            std=model.std, classes=train.classes, torch=str(torch.__version__)))
+            scaler=scaler.state_dict(), epoch=row["epoch"], history=history, classes=train.classes,
+            mean=model.mean, std=model.std, torch=str(torch.__version__)))
         row["save_s"] = round(perf_counter() - began, 2)
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
         if columns:
             save_picture(columns, last.with_name("recon.png"))
-        name, score = next(iter(scores.items()))
-        words = [f"{name} {score:.2f}"]
         if args.epochs > 0:
-            words.insert(0, f"loss {row['loss']:.4f}")
-            words.append(f"{row['img_s']:.0f} img/s, wait {row['wait']:.1%}")
-        print(f"epoch {row['epoch']}:", ", ".join(words), flush=True)
+            name, score = next(iter(scores.items()))
+            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}, {name} {score:.2f}, "
+                  f"{row['img_s']:.0f} img/s, wait {row['wait']:.1%}", flush=True)
     print(f"see     {last.with_name('log.jsonl')} and {last}")
     return history[-1]
 
 
-# ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
@@ -654,16 +600,15 @@ def evaluate_psnr(model, val, args, mask_ratio=None):
 
 def save_picture(columns, path):
     """Write columns [(rows,C,H,W)], 0 ... 1, as a picture; small ones enlarged to 128 pixels."""
-    zoom = max(1, 128 // max(columns[0].shape[2:]))
-    cells = torch.stack([F.interpolate(x, columns[0].shape[2:]) for x in columns], dim=1)
-    cells = cells.flatten(0, 1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    H, W = columns[0].shape[2:]
+    size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
+    cells = torch.stack([F.interpolate(x, size) for x in columns], dim=1).flatten(0, 1)
     torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
 
 
 def as_table(rows):
-    """Rows, dicts, as a text of aligned columns."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    rows = [[*names], *([row.get(name, "") for name in names] for row in rows)]
+    """Rows, dicts of the same keys, as a text of aligned columns."""
+    rows = [rows[0].keys(), *(row.values() for row in rows)]
     rows = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
@@ -672,7 +617,6 @@ def as_table(rows):
 @torch.no_grad()
 def compare(args):
     """--eval: rows of PSNR of checkpoints, and each method's own measures and figures."""
-    start_processes(args)
     rows, columns, notes = [], [], []
     for path in args.eval:
         content = read(path)
@@ -686,8 +630,6 @@ def compare(args):
             rows.append({"checkpoint": path, "mask_ratio": ratio, **scores})
         original, masked, _, both = evaluate_psnr(model, val, args)[1]
         columns += [both] if columns else [original, masked, both]
-        if getattr(model, "norm_pix_loss", False) and not args.leak_free:
-            notes.append(f"{path}: norm_pix_loss, so with true mean and variance of hidden patches")
         batches = [[x for _, x, _ in val_batches(s, args, args.eval_images)] for s in (train, val)]
         images = [normalize(torch.cat(pictures), model) for pictures in batches]
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
@@ -706,7 +648,6 @@ def compare(args):
     return rows
 
 
-# ------------------------------------------------------------------------------------------- main
 def vit_config(args, img_size):
     """The encoder's constructor arguments: --size, with --dim, --depth, --heads for its own."""
     patch = tuple(16 if n >= 128 else min(                 # the divisor nearest to an eighth
@@ -719,9 +660,8 @@ def pretrain(args):
     """A parsed command line of train.py, from data to the last epoch."""
     cls, given_lr, args.data = METHODS[args.method], args.lr, args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
-    start_processes(args)
     train, val, img_size = open_data(args.data, args.img_size, args)
-    fill(args, {**SHARED, **knobs(cls), **cls.recipe}, cls.small, img_size)
+    fill(args, {**knobs(cls), **cls.recipe}, cls.small, img_size)
     config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
     pairs, streamed, teacher = hasattr(cls, "pairs"), train.transform is not None, None
     if pairs:                                              # it learns from pairs of images
@@ -741,16 +681,12 @@ def pretrain(args):
         train.transform = crop_transform(img_size, args)
 
     def prepare(pictures, labels):
-        """The model's arguments: images and noise and, of pairs, partners and mixing weight."""
+        """The model's arguments: images, noise and, of pairs, the images' partners."""
         parts = pictures.chunk(1 + pairs)
         crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = (normalize(x, model) for x in crops)
         noise = own(mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device), args)
-        if not pairs:
-            return images, noise
-        mix = torch.distributions.Beta(model.beta, model.beta).sample()
-        mix = mix if args.mix is None else torch.tensor(args.mix)      # one for all images
-        return images, noise, *partners, mix.to(args.device, non_blocking=True)
+        return images, noise, *partners
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
               dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
@@ -768,20 +704,19 @@ def run(parser, work, argv):
         if torch.utils.data.get_worker_info() is None:     # lose an exception
             os.write(2, b"\nstopped: with --resume it goes on from last.pt, if there is one\n")
         os._exit(130)
-
     args = parser.parse_args(argv)
     if argv is None:
         signal.signal(signal.SIGINT, stop)                 # Ctrl-C
     try:
         patch = 1 if args.patch_size is None else args.patch_size
         grid_of(patch if args.img_size is None else args.img_size, patch)      # before any data
+        start_processes(args)
         row = work(args)
         sys.stdout.flush()
     except BrokenPipeError:                                # as by `| head`
         os._exit(1)
     except torch.OutOfMemoryError:
-        parser.exit(1, f"out of memory: --accum, --grad_checkpointing or a --batch_size below "
-                       f"{args.batch_size} takes less\n")
+        parser.exit(1, "out of memory: try --accum, --grad_checkpointing, a lower --batch_size\n")
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if dist.is_initialized():
@@ -789,34 +724,24 @@ def run(parser, work, argv):
     return row
 
 
-def make_parser(prog, name, choices, argv):
-    """A parser that has --NAME of `choices`, on which the others depend, and what argv chooses."""
-    layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=100)
-    parser = argparse.ArgumentParser(
-        prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, formatter_class=layout)
-    parser.add_argument(f"--{name}", choices=choices, default=next(iter(choices)))
-    return parser, getattr(parser.parse_known_args(argv)[0], name)
-
-
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
-    parser, method = make_parser("train.py", "method", METHODS, argv)
-    cls = METHODS[method]
+    parser = argparse.ArgumentParser("train.py", **LAYOUT)
+    parser.add_argument("--method", choices=METHODS, default="mae")
+    cls = METHODS[parser.parse_known_args(argv)[0].method]             # whose flags follow
     parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels and micro: {cls.small}"
     add_options(parser)
-    parser.set_defaults(eval_images=1000, eval_every=1)
-    add_flags(parser, "recipe", {**SHARED, **cls.recipe})
+    add_flags(parser, "recipe (blr: lr of a batch of 256)", {**SHARED, **cls.recipe})
     add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
+    parser.set_defaults(eval_images=1000, eval_every=1)
     option = parser.add_argument_group("pretraining and evaluation").add_argument
     option("--init", metavar="FILE", help="start from the encoder of a checkpoint")
     option("--mask", choices=("random", "grid", "block"), default="random", help="pattern (random)")
     if hasattr(cls, "pairs"):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
         option("--same_class", type=number(float, 0, 1), help="share of pairs of one class")
-        option("--mix", type=number(float, 0, 1), help="weight of the first image (from Beta)")
     option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
-    option("--mask_ratios", nargs="+", type=number(float), metavar="R", help="of --eval (.5 to .9)",
-           default=[0.5, 0.6, 0.7, 0.75, 0.8, 0.9])
+    option("--mask_ratios", nargs="+", type=number(float), default=[0.5, 0.75, 0.9], metavar="R")
     option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
     return run(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
 

@@ -29,7 +29,6 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 
 
 # ------------------------------------------------------------------------------- images and patches
-
 def pair(size):
     """An int or an (H, W) pair, as an (H, W) tuple. ValueError unless above 0."""
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
@@ -92,7 +91,6 @@ def denormalize(images, model):
 
 
 # ---------------------------------------------------------------------------------------- positions
-
 def sincos_pos_embed(dim, grid):
     """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); row 0, the class token's, is
     zero. The first half of the channels has the column, the second the row, each [sin | cos] of
@@ -114,7 +112,6 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 
 # ------------------------------------------------------------------------------------------ masking
-
 def visible_count(L, mask_ratio):
     """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
     ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
@@ -156,7 +153,6 @@ def masking(noise, mask_ratio):
 
 
 # ---------------------------------------------------------------------------------- the transformer
-
 class Attention(nn.Module):
     """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim), or (B,last,dim) if only the
     last `last` tokens are wanted."""
@@ -331,7 +327,6 @@ class ViT(nn.Module):
 
 
 # ----------------------------------------------------------------------------------- released names
-
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
 DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")
 

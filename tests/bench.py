@@ -123,7 +123,7 @@ class Case:
                              f"{' '.join(DTYPES)}")
         self.args = SimpleNamespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            "device": args.device, **{k: own.pop(k) for k in OWN}})
+            "device": args.device.type, **{k: own.pop(k) for k in OWN}})
         train.start_processes(self.args)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device = self.args.device
@@ -253,9 +253,9 @@ def pipeline(args, img_size):
 def epoch_of(spec, img_size, args):
     """The line of the log of an epoch of train.py on --data."""
     method, *own = spec.split(":")
-    given = {name: getattr(args, name) for name in (*OWN, *SIZE, "size", "workers", "device")}
+    given = {name: getattr(args, name) for name in (*OWN, *SIZE, "size", "workers")}
     given |= dict(img_size="%d,%d" % img_size, patch_size="%d,%d" % pair(args.patch_size or 16),
-                  data=args.data, epochs=1, warmup_epochs=0, eval_images=8)
+                  data=args.data, device=args.device.type, epochs=1, warmup_epochs=0, eval_images=8)
     options = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
     words = ["--method", method]
     for name, _, value in (option.partition("=") for option in options + own):

@@ -38,8 +38,6 @@ train | --batch_size 41                        | --batch_size 41 is more than th
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
 train | --betas 0.9                            | --betas 0.9 ; two numbers
 train | --betas 0.9,2.0                        | --betas (0.9, 2.0) ; below 1
-train | --min_lr 0.1                           | --min_lr 0.1 is above the learning rate 0.002
-train | --lr 1e-3 --blr 1e-3                   | --lr 0.001 and --blr 0.001 exclude each other
 train | --optimizer sgd --momentum 2           | --momentum ; 2 is not a number from 0 to 1
 train | --mask_ratio 0                         | mask_ratio 0.0 shows ; between 0 and 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 shows 0 of 16
@@ -52,16 +50,14 @@ train | --heads 3                              | width 16 is not a multiple of 3
 train | --decoder_dim 0 --data shapes          | --decoder_dim ; 0
 train | --decoder_depth -1 --data shapes       | --decoder_depth ; -1
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
-train | --data empty                           | --data empty has 0 pictures, at least 2
+train | --data empty                           | --data empty is not shapes ; two or more pictures
 train | --data no_val                          | no_val/val
 train | --data differ                          | --data differ: the classes of train/ and
-train | --device warp                          | --device warp is not there: cpu is
+train | --device warp                          | --device ; 'warp'
 train | --init nothing.pt                      | there is no checkpoint nothing.pt
-train | --name a/b                             | --name a/b ; --runs
-train | --name ..                              | --name ..
 train | --runs text.pt                         | text.pt/new
 train | --name mae --data shapes               | runs/mae holds a run ; --resume ; --overwrite
-train | --resume --overwrite                   | --resume and --overwrite exclude each other
+train | --resume --overwrite                   | --overwrite: not allowed with argument --resume
 train | --name mae --resume --depth 1          | runs/mae/last.pt cannot be resumed: depth ; 2
 train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer ; adamw, not sgd
 train | --name tuned --resume                  | cannot be resumed: method ; classifier, not mae
@@ -89,8 +85,7 @@ tune  | --checkpoint=                          | --mode finetune needs --checkpo
 tune  | --data flat                            | --data flat has no labels: give class folders
 tune  | --dim 32                               | runs/mae/last.pt does not fit: ; here (32,
 tune  | --mask_ratio 0.5                       | --mask_ratio
-tune  | --mix_ratio 0.3 --mixup 1              | --mix_ratio 0.3 needs --mixup 0
-tune  | --randaug 99                           | --randaug 99 is more than 30
+tune  | --randaug 99                           | --randaug ; 99 is not a number from 0 to 30
 tune  | --k 0 --mode knn                       | --k ; 0 is not a number from 1
 """
 ARGUMENTS = """
@@ -471,7 +466,7 @@ def test_out_of_memory_is_one_line(words, monkeypatch, capsys):
         train.main([*map(str, words("large", 2))])
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 1 and len(lines) == 1
-    for part in ("--accum", "--grad_checkpointing", "--batch_size", "8"):
+    for part in ("--accum", "--grad_checkpointing", "--batch_size"):
         assert part in lines[0]
 
 

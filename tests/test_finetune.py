@@ -152,7 +152,7 @@ def test_few_labels(tune, tmp_path, capsys, refused):
     assert len(tune(*words, "--eval_every", "1")[0]["history"]) == 2
     content, row = tune("--mode", "knn", *words[:-1], "0", name="knn")
     assert content is None and row["top1"] == 100
-    assert re.search(r"neighbours: top1 100.00, .* 33.33 % of", capsys.readouterr().out)
+    assert re.search(r"top1 100.00, .* largest class 33.33 %", capsys.readouterr().out)
     (tmp_path / "data/train/d").mkdir()
     refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", *words], "class", "d")
 

@@ -50,8 +50,7 @@ OPTIONS = defaultdict(list, {  # every one of a method's own arguments, and some
              dict(loss_on="masked"), dict(coord_jitter=True), dict(pixel_fraction=0.3),
              dict(encode_visible_only=True)],
     "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
-             dict(teacher=TEACHER),
-             dict(teacher=TEACHER, distill_weight=0.5)],
+             dict(mix=0.3), dict(teacher=TEACHER), dict(teacher=TEACHER, distill_weight=0.5)],
 })
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
