@@ -111,8 +111,8 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 def evaluate(score, val, args, img_size):
     """{"top1", "top5"} of val in %, where score(pictures) -> (b,classes), and None: no picture."""
     sums, count = {"top1": 0, "top5": 0}, 0
-    for _, pictures, labels in val_batches(val, args, args.eval_images):
-        scores = score(v2.functional.resize(pictures, img_size))
+    for _, pictures, labels in val_batches(val, args, img_size, args.eval_images):
+        scores = score(pictures)
         right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
         sums["top5"] += 100 * right.sum()
@@ -125,14 +125,14 @@ def knn(model, train, args, img_size, temperature=0.07):
     """score(pictures) -> (b,classes): votes of the --k most similar training pictures, each worth
     exp(cosine / temperature) (Wu et al. 2018). Features: as --pool says, of unit length."""
     def embed(pictures):
-        images = normalize(v2.functional.resize(pictures, img_size), model)
+        images = normalize(pictures, model)
         with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
             features = model.features(images)
         return F.normalize(features.float(), dim=1)                    # (b, D)
 
     bank = torch.zeros(len(train.labels), model.encoder.dim, device=args.device)     # (N, D)
     bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)
-    for ids, pictures, labels in val_batches(train, args):
+    for ids, pictures, labels in val_batches(train, args, img_size):
         bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(pictures), labels
     if args.world > 1:                                     # each process has filled rows of its own
         dist.all_reduce(bank)
@@ -152,9 +152,9 @@ def keep_labels(split, share, seed):
         ids = (split.labels == c).nonzero().flatten()
         n = max(1, round(share * len(ids)))
         keep += ids[torch.randperm(len(ids), generator=g)[:n]].tolist()
-    split.labels, keep = split.labels[keep], torch.tensor(keep)
-    split.pictures = (split.pictures[keep.to(split.pictures.device)]
-                      if torch.is_tensor(split.pictures) else [split.pictures[i] for i in keep])
+    split.labels, split.unreadable = split.labels[keep], split.unreadable[keep].share_memory_()
+    split.pictures = (split.pictures[keep] if torch.is_tensor(split.pictures) else
+                      [split.pictures[i] for i in keep])
 
 
 def finetune(args):
@@ -172,8 +172,8 @@ def finetune(args):
         raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size)
-    for key in {"patch_size", "in_chans", *SIZES["micro"]} - SIZES.get(args.size, {}).keys():
-        config[key] = getattr(args, key, None) or source["config"].get(key, config[key])
+    given = {k for k in config if getattr(args, k, None)} | {"img_size", *SIZES.get(args.size, ())}
+    config |= {k: v for k, v in source["config"].items() if k in config and k not in given}
     args.dim = config["dim"]                               # by which fill knows the micro encoder
     small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
     fill(args, RECIPES[args.mode], small, img_size)
@@ -227,12 +227,12 @@ def main(argv=None):
     option("--mode", choices=RECIPES, default="finetune", help="(finetune)")
     recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
     option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
-    option("--labels", type=number(float, 0, 1), default=1.0, help="share of each class's (1)")
+    option("--labels", type=number(float, 0, 1), default=1.0, help="share of each class (1)")
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     add_flags(parser, "recipe (blr: lr of a batch of 256)", {**SHARED, **recipe})
-    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels and micro: {SMALL}"
+    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels or micro: {SMALL}"
     return run(parser, finetune, argv)
 
 

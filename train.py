@@ -2,7 +2,7 @@
 
 How a model is trained: see `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is seeded
 by (seed, epoch, step) and draws crops and masks for the whole batch, of which each process takes
-its part: so N processes compute what one does, and a resumed run what an uninterrupted one does.
+its part: N processes pretrain as one does, and a resumed run goes on as if it had not stopped.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def add_options(parser):
     option = parser.add_argument_group("run").add_argument
     option("--runs", default="runs", help="the folder of all runs (runs)")
     option("--name", help="of this run's folder (method_data, checkpoint_mode)")
-    option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints (1)")
+    option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints")
     option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
     option("--accum", type=number(int, 1), default=1, metavar="N", help="split a batch (1)")
@@ -127,7 +127,7 @@ def fill(args, recipe, small, img_size):
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
 
-SHAPES = {  # m, q, k of the outline (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q, a the angle (Gielis)
+SHAPES = {  # m, q, k of the outline at angle a: scaled (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q (Gielis)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
@@ -168,8 +168,8 @@ def read_picture(file):
 
 
 class Split(Dataset):
-    """Training or validation pictures: uint8 (N,C,H,W) on the device, or N file names; labels (N,),
-    -1 for none; names of the classes. Files have a `transform`: workers load them."""
+    """Training or validation pictures: uint8 (N,C,H,W), in memory, or N file names; labels (N,), -1
+    for none; names of the classes. What has a `transform`, as files do, is loaded by workers."""
 
     def __init__(self, pictures, labels, classes, transform=None):
         self.pictures, self.labels = pictures, torch.as_tensor(labels)
@@ -186,14 +186,14 @@ class Split(Dataset):
                 picture = read_picture(picture)
             except Exception as error:                     # a broken file can raise anything
                 if not self.unreadable[i]:                 # and no worker has said so
-                    tqdm.write(f"{picture} is not read, the next one is: {error}", file=sys.stderr)
+                    tqdm.write(f"{picture} is replaced by the next one: {error}", file=sys.stderr)
                 self.unreadable[i] = True
-                if self.unreadable[:n].all():
+                if self.unreadable.all():
                     raise ValueError(f"none of {n} pictures can be read") from None
                 i = (i + 1) % n
                 picture = self.pictures[i]
         torch.default_generator.manual_seed(hash((seed, i)))           # not every device's
-        return self.transform(picture) if self.transform else picture, self.labels[i]
+        return (self.transform(picture) if self.transform else picture), self.labels[i]
 
 
 def list_folder(root):
@@ -214,6 +214,7 @@ def list_folder(root):
         raise ValueError(f"--data {root} is not shapes, cifar10, cifar100 or a folder of two or "
                          f"more pictures")
     limit = max(0.05 * 2 ** 32, min(codes.values()))       # whatever other files there are
+    limit = min(limit, max(codes.values()) - 1)            # one at least is left to train on
     train = [file for file, code in codes.items() if code > limit]
     val = [file for file, code in codes.items() if code <= limit]
     return [(part, [-1] * len(part), []) for part in (train, val)]
@@ -300,13 +301,13 @@ def crop_batch(pictures, img_size, args):
     return F.grid_sample(pictures.float(), points, padding_mode="reflection", align_corners=False)
 
 
-def val_batches(split, args, most=None):
+def val_batches(split, args, img_size, most=None):
     """Batches (indices, pictures, labels) of this process's share of `most`, always the same."""
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
     batches = share.split(250) if len(share) else ()
     for ids, (pictures, labels) in zip(batches, load_pictures(split, batches, args)):
-        yield ids, pictures, labels
+        yield ids, v2.functional.resize(pictures, img_size), labels
 
 
 def start_processes(args):
@@ -387,12 +388,12 @@ def read(path, heads=None):
     return content
 
 
-def load(path, classes=METHODS):
+def load(path, methods=METHODS):
     """The model in a checkpoint of train.py, or of another {method: class}, in eval mode."""
     content = read(path)
-    if content["method"] not in classes:
-        raise ValueError(f"{path} is of method {content['method']}, not {', '.join(classes)}")
-    model = classes[content["method"]](**content["config"])
+    if content["method"] not in methods:
+        raise ValueError(f"{path} is of method {content['method']}, not {', '.join(methods)}")
+    model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     return model.eval()
 
@@ -400,9 +401,9 @@ def load(path, classes=METHODS):
 def initialize(model, path):
     """Start `model` from the encoder in any checkpoint: notes and ValueError of vit.transfer."""
     content = read(path, model.encoder.blocks[0].attn.heads)
-    state = getattr(model, "from_mae", dict)(content["model"])
+    state, grid = content["model"], grid_of(**content["config"]) if content["method"] else None
     try:
-        return transfer(model, state, content["method"] and grid_of(**content["config"]))
+        return transfer(model, model.from_mae(state) if hasattr(model, "from_mae") else state, grid)
     except ValueError as error:
         raise ValueError(f"{path} does not fit: {error}") from None
 
@@ -416,14 +417,14 @@ def name_run(args, name):
 
 
 def make_optimizer(args, groups):
-    """The recipe's optimiser, fused where torch has it."""
+    """The recipe's optimiser, fused but on MPS."""
     kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
     more = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
     return kind(groups, lr=args.lr, fused=args.device.type != "mps", **more)
 
 
 def learning_rate(t, args):
-    """The rate t epochs in, a fraction: up to lr on a line, then to min_lr on half a cosine."""
+    """The rate at epoch t, say 3.7: a linear warm-up, then constant or half a cosine to min_lr."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -452,8 +453,8 @@ def train_step(net, optimizer, scaler, inputs, args):
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
         torch.manual_seed(seed)                            # its own draws: the same in each piece
-        last = args.world == 1 or i + 1 == args.accum      # then processes exchange gradients
-        with nullcontext() if last else net.no_sync():
+        exchange = args.world == 1 or i + 1 == args.accum  # of gradients, after the last piece
+        with nullcontext() if exchange else net.no_sync():
             with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
                 output = net(*piece)
             if not isinstance(output, tuple) or not isinstance(output[-1], dict):
@@ -500,9 +501,9 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
                                  f"{step}, lr {rate:.1e}: --resume with a lower --lr, --clip_grad")
             bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {rate:.1e}")
-    means, seconds = mean_over_processes(totals, step, args), perf_counter() - began
+    means, seconds = mean_over_processes(totals, steps, args), perf_counter() - began
     return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
-            "img_s": round(step * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
+            "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
 
 
 def fit(args, model, groups, train, val, prepare, evaluate, **content):
@@ -527,12 +528,12 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
                 raise ValueError(f"{last} cannot be resumed: {name} {was.get(name)}, not {value}")
         settings = optimizer.state_dict()["param_groups"]  # this run's, not the saved ones
         optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
-        scaler.load_state_dict(saved["scaler"])
+        scaler.load_state_dict(saved["scaler"] or scaler.state_dict())
         model.load_state_dict(saved["model"])
         history = saved["history"]
         print(f"resumed after epoch {saved['epoch']}")
     elif args.rank == 0:
-        last.unlink(missing_ok=True)                       # --overwrite
+        last.unlink(missing_ok=True)                       # as --overwrite says
     if args.rank == 0:                                     # cut back to what last.pt holds
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
     size = sum(p.numel() for p in model.parameters()) / 1e6
@@ -542,9 +543,9 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps are few: try --epochs, --batch_size or --init")
+        print(f"note    {args.epochs * steps} steps are few: try --epochs, --batch_size, --init")
     net, done = wrap(model, args), history[-1]["epoch"] if history else 0
-    for epoch in range(done, max(args.epochs, not history)):
+    for epoch in range(done, args.epochs if history else max(1, args.epochs)):
         row = {"epoch": 0}                                 # of 0 epochs: the untrained model
         if args.epochs > 0:
             row = train_epoch(epoch, net.train(), optimizer, scaler, train, prepare, args)
@@ -580,10 +581,9 @@ def evaluate_psnr(model, val, args, mask_ratio=None):
     count, columns, encoder = 0, None, model.eval().encoder
     sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # of none, too
     decode = getattr(model, "reconstruct_all", model.reconstruct)
-    for ids, pictures, _ in val_batches(val, args, args.eval_images):
+    for ids, pictures, _ in val_batches(val, args, encoder.img_size, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(args.mask, 1, encoder.grid, generator=g) for g in seeds])
-        pictures = v2.functional.resize(pictures, encoder.img_size)
         decoded, mask = decode(normalize(pictures, model), noise.to(args.device), mask_ratio,
                                args.leak_free)
         truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
@@ -624,14 +624,14 @@ def compare(args):
             print(f"note    {path} is passed over: it is of finetune.py")
             continue
         model, args.data = load(path).to(args.device), args.data or content["flags"]["data"]
-        train, val, _ = open_data(args.data, model.encoder.img_size, args)
+        train, val, size = open_data(args.data, model.encoder.img_size, args)
         for ratio in args.mask_ratios:
             scores, _ = evaluate_psnr(model, val, args, ratio)
             rows.append({"checkpoint": path, "mask_ratio": ratio, **scores})
         original, masked, _, both = evaluate_psnr(model, val, args)[1]
         columns += [both] if columns else [original, masked, both]
-        batches = [[x for _, x, _ in val_batches(s, args, args.eval_images)] for s in (train, val)]
-        images = [normalize(torch.cat(pictures), model) for pictures in batches]
+        batches = [val_batches(s, args, size, args.eval_images) for s in (train, val)]
+        images = [normalize(torch.cat([x for _, x, _ in batch]), model) for batch in batches]
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
             notes += [f"{path}: {title}", as_table(table)]
         figures = model.figures(images[1][:8]) if hasattr(model, "figures") else {}
@@ -682,7 +682,7 @@ def pretrain(args):
 
     def prepare(pictures, labels):
         """The model's arguments: images, noise and, of pairs, the images' partners."""
-        parts = pictures.chunk(1 + pairs)
+        parts = pictures.chunk(2 if pairs else 1)
         crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = (normalize(x, model) for x in crops)
         noise = own(mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device), args)
@@ -699,7 +699,7 @@ def pretrain(args):
 
 
 def run(parser, work, argv):
-    """work(args) of the words `argv` (None: the command line); a ValueError ends in one line."""
+    """work(args) of the words `argv` (None: the command line). A wrong input ends in one line."""
     def stop(*_):                                          # at once: as a DataLoader ends, it would
         if torch.utils.data.get_worker_info() is None:     # lose an exception
             os.write(2, b"\nstopped: with --resume it goes on from last.pt, if there is one\n")
@@ -729,7 +729,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("train.py", **LAYOUT)
     parser.add_argument("--method", choices=METHODS, default="mae")
     cls = METHODS[parser.parse_known_args(argv)[0].method]             # whose flags follow
-    parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels and micro: {cls.small}"
+    parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels or micro: {cls.small}"
     add_options(parser)
     add_flags(parser, "recipe (blr: lr of a batch of 256)", {**SHARED, **cls.recipe})
     add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
