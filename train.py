@@ -127,7 +127,7 @@ def fill(args, recipe, small, img_size):
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
 
-SHAPES = {  # m, q, k of the outline at angle a: scaled (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q (Gielis)
+SHAPES = {  # m, q, k of the outline at angle a, (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q (Gielis)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
