@@ -533,17 +533,18 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
         history = saved["history"]
         print(f"resumed after epoch {saved['epoch']}")
     elif args.rank == 0:
-        last.unlink(missing_ok=True)                       # as --overwrite says
+        last.unlink(missing_ok=True)                       # or --resume would go on with it
     if args.rank == 0:                                     # cut back to what last.pt holds
         last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {args.data}: {n} train, {len(val.labels)} val; {model.encoder.img_size} px, "
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val; {model.encoder.img_size} px in "
           f"{'%dx%d' % model.encoder.grid} patches, {'files' if train.transform else 'in memory'}\n"
           f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
           f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
           f"{args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps are few: try --epochs, --batch_size, --init")
+        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, "
+              f"more --epochs or, in train.py, --init")
     net, done = wrap(model, args), history[-1]["epoch"] if history else 0
     for epoch in range(done, args.epochs if history else max(1, args.epochs)):
         row = {"epoch": 0}                                 # of 0 epochs: the untrained model
@@ -643,8 +644,7 @@ def compare(args):
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} pictures of {args.data}",
-          as_table(rows), *notes, f"see     {picture}: original, masked, then a column for each "
-          f"checkpoint", sep="\n")
+          as_table(rows), *notes, f"see     {picture}: original, masked, each checkpoint", sep="\n")
     return rows
 
 
@@ -731,7 +731,7 @@ def main(argv=None):
     cls = METHODS[parser.parse_known_args(argv)[0].method]             # whose flags follow
     parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels or micro: {cls.small}"
     add_options(parser)
-    add_flags(parser, "recipe (blr: lr of a batch of 256)", {**SHARED, **cls.recipe})
+    add_flags(parser, "recipe (lr, or blr: of a batch of 256)", {**SHARED, **cls.recipe})
     add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
     parser.set_defaults(eval_images=1000, eval_every=1)
     option = parser.add_argument_group("pretraining and evaluation").add_argument

@@ -447,7 +447,8 @@ def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
 
 
 def test_a_scale_that_is_too_large(words, monkeypatch):
-    """Gradients overflow and steps are skipped until it fits."""
+    """Gradients overflow and steps are skipped until it fits. The run began without a scale."""
+    train.main([*map(str, words("large", 1))])
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler",
                         lambda *inputs, **more: scaler(*inputs, init_scale=2.0 ** 22, **more))

@@ -222,7 +222,7 @@ def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
     words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
-        tune(*words, name="stopped")
+        tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
     assert same(straight["model"], tune(*words, "--resume", name="stopped")[0]["model"])
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     assert split.classes == [] and set(split.labels.tolist()) == {-1}
     write_pictures(tmp_path, "y", 300, side=1)
     assert part < names()[0] and val < names()[1]
+    (tmp_path / "low").mkdir()                             # two of the 5%: one is trained on
+    low = [f"{i}.png" for i in range(99) if zlib.crc32(b"%d.png" % i) < 2 ** 27][:2]
+    for name in low:
+        (tmp_path / "low" / name).touch()
+    assert [len(part) for part, *_ in train.list_folder(tmp_path / "low")] == [1, 1]
 
 
 def test_the_size_is_of_a_sample(tmp_path):
@@ -126,7 +132,7 @@ def test_decoders(tmp_path):
 
 
 def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
-    """For both; its files are then read by both."""
+    """For both; its files are then read by both. --eval takes its pictures at the model's size."""
     class Stub:
         classes = ["a", "b"]
 
@@ -139,8 +145,9 @@ def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
             self.targets = [0, 1] * (len(self.data) // 2)
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
     monkeypatch.chdir(tmp_path)
-    said = together("train.py", "--data", "cifar10", *TINY, *DECODER)
-    assert said.count("download") == 1 and Path("runs/mae_cifar10/last.pt").exists()
+    said = together("train.py", "--data", "cifar10", *TINY, *DECODER, "--img_size", "16")
+    assert said.count("download") == 1
+    train.main(["--eval", "runs/mae_cifar10/last.pt", "--workers", "0"])
 
 
 def crop(pictures, crop=1.0, flip=False, seed=0, **more):
