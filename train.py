@@ -700,8 +700,8 @@ def pretrain(args):
 
 def run(parser, work, argv):
     """work(args) of the words `argv` (None: the command line). A wrong input ends in one line."""
-    def stop(*_):                                          # at once: as a DataLoader ends, it would
-        if torch.utils.data.get_worker_info() is None:     # lose an exception
+    def stop(*_, parent=os.getpid()):                      # at once: as a DataLoader ends, it would
+        if os.getpid() == parent:                          # lose an exception; workers are silent
             os.write(2, b"\nstopped: with --resume it goes on from last.pt, if there is one\n")
         os._exit(130)
     args = parser.parse_args(argv)
