@@ -118,16 +118,22 @@ class IMAE(nn.Module):
             state |= {f"decoder_embed.{i}.{part}": value for i in range(len(self.decoder_embed))}
         return state
 
+    def draw_mix(self, device):
+        """The weight of the first image, a 0-dim tensor: from Beta(b, b), unless `mix` is given."""
+        mix = torch.distributions.Beta(self.beta, self.beta).sample()
+        mix = mix if self.mix is None else torch.tensor(self.mix)
+        return mix.to(device, non_blocking=True)
+
     def mixture(self, images, partners, mix):
         """mix: a number or (B,) -> the mixture, and (images, partners) as (subordinate, dominant);
         all (B,C,H,W). ValueError if partners are not like images."""
         if partners.shape != images.shape:
-            raise ValueError(f"partners of shape {tuple(partners.shape)} for images of "
-                             f"{tuple(images.shape)}")
+            raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         first = a <= 0.5                                               # is the subordinate one
         xs = torch.where(first, images, partners), torch.where(first, partners, images)  # x_1, x_2
         return a * images + (1 - a) * partners, xs                     # mix = a x + (1 - a) y
+
     def encode(self, mixture, ids_keep):
         """A mixture's visible patches ids_keep (B,K) -> the latents [z_1, z_2], (B,1+K,E) each."""
         latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mix)
@@ -152,12 +158,10 @@ class IMAE(nn.Module):
 
     def forward(self, images, noise=None, partners=None, mix=None):
         """Images and partners (B,C,H,W; None: the images before), normalised, noise (B,L; None:
-        random) and mix, the weight of images, a number or (B,) (None: self.mix) -> the loss, a
+        random) and mix, the weight of images, a number or (B,) (None: draw_mix) -> the loss, a
         float32 scalar, and its parts, detached: {"loss", "subordinate", "dominant", "distill"}."""
         partners = images.roll(1, 0) if partners is None else partners
-        mix = self.mix if mix is None else mix
-        if mix is None:
-            mix = torch.distributions.Beta(self.beta, self.beta).sample()
+        mix = self.draw_mix(images.device) if mix is None else mix
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         zs = self.encode(mixture, ids_keep)                            # z_1, z_2 (B, 1+K, E)
@@ -311,8 +315,7 @@ def teacher_of(checkpoint, config):
     sizes, state = checkpoint["config"], checkpoint["model"]
     if (checkpoint.get("method") not in ("mae", None) or "map_weights" in state
             or not state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"}):
-        raise ValueError("the teacher is not an MAE with its decoder embedding, or is one with "
-                         "inter-block attention")
+        raise ValueError("the teacher is not an MAE with a decoder, or has inter-block attention")
     theirs = {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}
     for name in ("img_size", "patch_size", "decoder_dim"):
         if pair(theirs[name]) != pair(config[name]):

@@ -681,12 +681,12 @@ def pretrain(args):
         train.transform = crop_transform(img_size, args)
 
     def prepare(pictures, labels):
-        """The model's arguments: images, noise and, of pairs, the images' partners."""
+        """The model's arguments: images, noise and, of pairs, partners and mixing weight."""
         parts = pictures.chunk(2 if pairs else 1)
         crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = (normalize(x, model) for x in crops)
         noise = own(mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device), args)
-        return images, noise, *partners
+        return (images, noise, *partners, model.draw_mix(args.device)) if pairs else (images, noise)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
               dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]

@@ -81,7 +81,7 @@ def test_unmix():
     unmixed = model.unmix(x1, x2, 1.0, noise)[0]           # what reconstruct_all gives
     assert torch.equal(unmixed[1], model.reconstruct_all(x1, noise)[0])
     assert len(build("imae", branches=1).unmix(x1, x2, 0.3, noise)[0]) == 1
-    with pytest.raises(ValueError, match="partners of shape"):
+    with pytest.raises(ValueError, match="^partners .* for images "):
         model.unmix(x1, x2[:1], 0.3)
 
 
