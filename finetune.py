@@ -231,7 +231,7 @@ def main(argv=None):
     option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
-    add_flags(parser, "recipe (lr, or blr: of a batch of 256)", {**SHARED, **recipe})
+    add_flags(parser, "recipe (blr: lr for a batch of 256)", {**SHARED, **recipe})
     parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels or micro: {SMALL}"
     return run(parser, finetune, argv)
 

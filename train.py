@@ -731,7 +731,7 @@ def main(argv=None):
     cls = METHODS[parser.parse_known_args(argv)[0].method]             # whose flags follow
     parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels or micro: {cls.small}"
     add_options(parser)
-    add_flags(parser, "recipe (lr, or blr: of a batch of 256)", {**SHARED, **cls.recipe})
+    add_flags(parser, "recipe (blr: lr for a batch of 256)", {**SHARED, **cls.recipe})
     add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
     parser.set_defaults(eval_images=1000, eval_every=1)
     option = parser.add_argument_group("pretraining and evaluation").add_argument
