@@ -508,7 +508,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
 
 def fit(args, model, groups, train, val, prepare, evaluate, **content):
     """Train for --epochs; the last line of log.jsonl. prepare(pictures, labels) makes the model's
-    arguments, evaluate() gives {name: value} and columns of pictures or None for recon.png."""
+    arguments, evaluate() {name: value} and recon.png's columns or None; last.pt gets `content`."""
     n, steps = len(train.labels), len(train.labels) // args.batch_size
     if not steps:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
