@@ -251,8 +251,10 @@ class IMAE(nn.Module):
             ids_keep = self.encoder.mask(images, self.one_mask(images), self.mask_ratio)[0]
             mixed = self.encoder(self.mixture(images, partners, a)[0], ids_keep)
             found = {f"branch {n}": F_i(mixed) for n, F_i in zip(branches, self.decoder_embed)}
+            control = self.teach(self.mixture(images, partners, a)[0], ids_keep)
             wanted = {n: self.teach(x, ids_keep) for n, x in zip(branches, (images, partners))}
-            return {**found, **{f"mixed {n}": mixed for n in branches}, **wanted}
+            return {**found, **{f"mixed {n}": mixed for n in branches},
+                    **{f"control {n}": control for n in branches}, **wanted}
 
         def batches(images):
             return zip(images.split(250), images.roll(1, 0).split(250))
@@ -277,7 +279,9 @@ class IMAE(nn.Module):
                  f"psnr: of its hidden pixels as predicted, in dB")
         if self.teacher:
             title += (f"; R^2 (1 is best) of linear maps, fitted on {len(train)} training images, "
-                      f"from branch or mixed latent to the teacher's latent of that image unmixed")
+                      f"from branch or mixed latent to the teacher's latent of that image unmixed; "
+                      f"control: from the latent that the teacher, which never saw a mixture in "
+                      f"training, has of the mixture")
         return {title: rows}
 
 

@@ -576,7 +576,7 @@ def fit(args, model, groups, train, val, prepare, evaluate, **content):
 
 
 @torch.no_grad()
-def evaluate_psnr(model, val, args, mask_ratio=None):
+def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
     under masks that depend on the picture alone. Columns of 8: truth, masked, decoded, copied."""
     count, columns, encoder = 0, None, model.eval().encoder
@@ -584,11 +584,11 @@ def evaluate_psnr(model, val, args, mask_ratio=None):
     decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, encoder.img_size, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
-        noise = torch.cat([mask_noise(args.mask, 1, encoder.grid, generator=g) for g in seeds])
-        decoded, mask = decode(normalize(pictures, model), noise.to(args.device), mask_ratio,
-                               args.leak_free)
+        noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in seeds])
+        decoded, hidden = decode(normalize(pictures, model), noise.to(args.device), mask_ratio,
+                                 args.leak_free)
         truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
-        hidden = encoder.pixels_of(mask)                               # (b, 1, H, W)
+        hidden = encoder.pixels_of(hidden)                             # (b, 1, H, W)
         both, masked = (torch.where(hidden > 0, x, truth) for x in (decoded, 0.5))
         image, whole = ((x - truth).square().mean((1, 2, 3)) for x in (both, decoded))  # (b,)
         errors = {"hidden": image / hidden.mean((1, 2, 3)), "image": image, "decoded": whole}
@@ -626,10 +626,11 @@ def compare(args):
             continue
         model, args.data = load(path).to(args.device), args.data or content["flags"]["data"]
         train, val, size = open_data(args.data, model.encoder.img_size, args)
-        for ratio in args.mask_ratios:
-            scores, _ = evaluate_psnr(model, val, args, ratio)
-            rows.append({"checkpoint": path, "mask_ratio": ratio, **scores})
-        original, masked, _, both = evaluate_psnr(model, val, args)[1]
+        for mask in args.masks or [args.mask]:
+            for ratio in args.mask_ratios:
+                scores, _ = evaluate_psnr(model, val, args, mask, ratio)
+                rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
+        original, masked, _, both = evaluate_psnr(model, val, args, mask)[1]
         columns += [both] if columns else [original, masked, both]
         batches = [val_batches(s, args, size, args.eval_images) for s in (train, val)]
         images = [normalize(torch.cat([x for _, x, _ in batch]), model) for batch in batches]
@@ -690,7 +691,7 @@ def pretrain(args):
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
               dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
-    row = fit(args, model, groups, train, val, prepare, partial(evaluate_psnr, model, val, args),
+    row = fit(args, model, groups, train, val, prepare, partial(evaluate_psnr, model, val, args, args.mask),
               method=args.method, config=config)
     folder, script = Path(args.runs, args.name), "finetune.py --checkpoint"
     print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied\n"
@@ -742,6 +743,8 @@ def main(argv=None):
         option("--same_class", type=number(float, 0, 1), help="share of pairs of one class")
     option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
     option("--mask_ratios", nargs="+", type=number(float), default=[0.5, 0.75, 0.9], metavar="R")
+    option("--masks", nargs="+", choices=("random", "grid", "block"),
+           help="patterns that --eval measures (that of --mask)")
     option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
     return run(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
 
