@@ -2,14 +2,14 @@
 
     python -m tests.results --data cifar10                     # goes on where it stopped
     python -m tests.results --data cifar10 --size tiny --epochs 100 --batch_size 512
-    python -m tests.results --table                            # only prints what there is
+    python -m tests.results --table > tests/RESULTS.md         # only prints what there is
 
-Each result is a line of tests/results.jsonl, from which the tables are made. A command that has one
-is not run again (to repeat it, delete the line and the run's folder in runs/results/). One seed
-stands for all that is drawn: pretraining, its teacher, the choice of labels and fine-tuning. Of
-each seed and encoder, in this order: pretraining (untrained: MAE, --epochs 0); 20 nearest
-neighbours; PSNR on its own and on --other data, which it never saw; linear probe; fine-tuning with
-1%, 10% and all of the labels, and the same from scratch.
+Each result is a line of tests/results.jsonl, of which tests/tables.py makes tables and verdicts. A
+command that has one is not run again (to repeat it, delete the line and the run's folder in
+runs/results/). One seed stands for all that is drawn: pretraining, its teacher, the choice of
+labels and fine-tuning. Of each seed and encoder, in this order: pretraining (untrained: MAE,
+--epochs 0); 20 nearest neighbours; PSNR on its own and on --other data, which it never saw; linear
+probe; fine-tuning with 1%, 10% and all of the labels, and the same from scratch.
 
 All labels take --finetune_epochs, 10% of them four times as many, 1% six times (batches of 24), the
 linear probe twice; only the last epoch is validated. Options not listed below go to pretraining.
@@ -144,7 +144,10 @@ def main(argv=None):
     args.on_device = f" --device {args.device}" if args.device else ""
     title = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
     args.out.touch()
-    if not args.table:
+    if args.table:
+        from tests.tables import report                    # which reads PRETRAINED and TUNED here
+        print(report(args.out.read_text().splitlines()), end="")
+    else:
         run_all(args, title, re.sub(r"[^\w.]+", "-", title))
 
 

@@ -1,0 +1,366 @@
+"""Tables and verdicts from the lines of tests/results.jsonl alone: what `python -m tests.results
+--table` prints, and tests/RESULTS.md holds. Of a result that was repeated the last line counts.
+
+A quantity is an encoder's column: "20-NN", "linear", "1%", "10%", "100%" (top-1 in %); "minutes";
+"own random 0.75 hidden" and alike (PSNR in dB: own or other data, mask, mask ratio, hidden or
+decoded); "fall from 0.5 to 0.75" (PSNR of hidden pixels, own data), "change under grid" (from
+random masks, without its sign, at 0.75); and what --eval measures besides: "mix 0.2 branch
+dominant" (R^2, i-MAE), "block sum visible" (attention, MAE).
+"""
+
+import json
+import re
+from statistics import mean, median, stdev
+
+from tests.results import PRETRAINED, TUNED
+
+INTRO = """# Results
+
+Printed by `python -m tests.results --table > tests/RESULTS.md`: every number and every verdict here
+is computed from `tests/results.jsonl`, which has the command, commit, date and machine of each.
+
+**Run:** `python -m tests.results --data data/cifar10`. Every method gets the same encoder, data and
+number of epochs, and its own small settings (`small` in its file). One seed stands for all that is
+drawn: pretraining, its teacher, the choice of labels and fine-tuning.
+
+**Data:** `data/cifar10` is CIFAR-10 with each image saved as a JPEG of quality 75, in class folders
+in `train/` (50,000) and `val/` (10,000). The download `--data cifar10` has the images without loss,
+and tables of its own. `shapes` are drawn by train.py; no encoder here was trained on them.
+
+**PSNR** says how close predicted pixels are to the true ones, in dB: 10 more are a tenth of the
+squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
+copied. MAE's loss never trains visible patches, which count in the latter.
+**20-NN**: an image gets the class that its 20 nearest training images vote for, by frozen features.
+**Linear probe**: a linear layer is trained on frozen features. **1%, 10%, 100%**: the whole encoder
+is fine-tuned with that share of each class's labels.
+
+**To repeat one result**, run its command from `tests/results.jsonl`, or delete its line and its
+run's folder and start `python -m tests.results --data data/cifar10 --only mae --seeds 0` for its
+encoder and seed: what has a line is not run again.
+"""
+
+RULE = """A claim says that A is above B. Its differences A - B are paired: both of one seed. Fixed
+before seeds 1 and 2 were run:
+
+- with fewer than three seeds there is no verdict;
+- the claim **holds**, or **fails**, if the differences of all seeds have one sign and their mean is
+  more than twice their sample deviation from 0;
+- else it **cannot be told** at this size. Of a claim "as good as", that means: no loss was seen.
+
+Three seeds of a small model on small images are not the paper's experiment. A row that starts with
+"why" puts an explanation to the test. There is no explanation here without such a row.
+"""
+
+NAMES = {
+    "untrained": "untrained", "mae": "MAE", "crossmae": "CrossMAE .75",
+    "crossmae_last": "CrossMAE .75, last map alone", "crossmae_25": "CrossMAE .25",
+    "crossmae_25_rate": "CrossMAE .25 at MAE's rate", "hypermae": "HyperMAE", "ginr": "MINR, GINR",
+    "ginr_visible": "GINR, only visible patches encoded", "transinr": "MINR, TransINR",
+    "imae": "i-MAE", "imae_alone": "i-MAE without distillation", "scratch": "from scratch"}
+
+SEEDS = 3                                                  # that a verdict needs
+OURS = "ours"                                              # no number of the paper's
+LABELS = ("1%", "10%", "100%")
+CLASSES = ("20-NN", "linear", *LABELS)
+HIDDEN, DECODED = "own random 0.75 hidden", "own random 0.75 decoded"
+ELSEWHERE = "other random 0.75 decoded"
+ROBUST = ("fall from 0.5 to 0.75", "fall from 0.75 to 0.9", "change under grid",
+          "change under block")
+MASKS = (("random", 0.5), ("random", 0.75), ("random", 0.9), ("grid", 0.75), ("block", 0.75))
+ATTENTION = ("visible", "hidden", "share of visible")
+R2 = [f"{source} {image}" for image in ("subordinate", "dominant")
+      for source in ("branch", "mixed", "control")]
+STRATEGIES = "robust to other ratios and patterns"
+
+CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A column is one of
+    # both, or (A's, B's); B's may be a number.
+    "MAE": [
+        ("pretraining helps", OURS, "mae", "scratch", LABELS),
+        ("pretraining helps", OURS, "mae", "untrained", LABELS)],
+    "CrossMAE": [
+        ("predicting .25 loses nothing", "83.5, 83.7 (Table 1)", "crossmae_25", "crossmae",
+         CLASSES),
+        ("predicting .25 loses nothing", OURS, "crossmae_25_rate", "crossmae", CLASSES),
+        ("as good as MAE", "83.5, 83.3 (Table 1)", "crossmae_25", "mae", CLASSES),
+        ("as good as MAE", OURS, "crossmae_25_rate", "mae", CLASSES),
+        ("why .25 loses, where it does: a third of the rate (A.6)", OURS, "crossmae_25_rate", "crossmae_25",
+         CLASSES),
+        ("as good as MAE", "83.7, 83.3 (Table 1)", "crossmae", "mae", CLASSES),
+        ("PSNR a little below MAE's", "20.11, 20.05 (Table 13)", "mae", "crossmae", [HIDDEN]),
+        ("PSNR a little below MAE's", "20.11, 19.97 (Table 13)", "mae", "crossmae_25", [HIDDEN]),
+        ("PSNR a little below MAE's", OURS, "mae", "crossmae_25_rate", [HIDDEN]),
+        ("MAE's hidden tokens look at visible ones, per token", "1.418, 0.388 (Table 6)",
+         "mae", "mae", [("block sum visible", "block sum hidden")]),
+        ("MAE's hidden tokens look at visible ones, in sum", "0.55 (Table 6: 50 x 1.418, 147 x 0.388)",
+         "mae", "mae", [("block sum share of visible", 0.5)]),
+        ("inter-block attention helps", "83.3, 82.9 (Table 3d)", "crossmae", "crossmae_last",
+         CLASSES)],
+    "HyperMAE": [("as good as MAE", "82.35, 82.40 (Table 1)", "hypermae", "mae", CLASSES)],
+    "MINR": [
+        ("better than MAE", "up to 6.4 dB", "ginr", "mae", [DECODED]),
+        ("better than MAE", OURS, "ginr", "mae", [HIDDEN]),
+        ("better than CrossMAE", OURS, "ginr", "crossmae", [DECODED, HIDDEN]),
+        *[(STRATEGIES, "no number in our text", other, "ginr", ROBUST)
+          for other in ("mae", "crossmae", "hypermae", "imae")],
+        ("why it falls so far to 0.9: zeros for hidden patches", OURS, "ginr", "ginr_visible",
+         ["fall from 0.75 to 0.9"]),
+        ("GINR is better out of domain", "18.041, 17.361; 19.509, 18.992; 18.045, 17.920 (Table 2)",
+         "ginr", "transinr", [ELSEWHERE]),
+        ("GINR is better out of domain", OURS, "ginr_visible", "transinr", [ELSEWHERE]),
+        ("TransINR is better in domain", "21.865, 21.680 (CelebA)", "transinr", "ginr", [DECODED]),
+        ("TransINR is better in domain", OURS, "transinr", "ginr_visible", [DECODED])],
+    "i-MAE": [
+        ("training on mixtures makes them separable", "no number in the supplement", "imae", "imae",
+         [(f"mix {mix} branch {image}", f"mix {mix} control {image}")
+          for mix in (0.2, 0.4) for image in ("dominant", "subordinate")]),
+        ("distillation helps", "no number in the supplement", "imae", "imae_alone", CLASSES)],
+}
+
+
+def measured(printed):
+    """{"mix 0.2 branch dominant": number, ...} of the lines of --eval: its tables below PSNR's."""
+    found, names = {}, []
+    for line in printed:
+        words = re.split("  +", line.strip())
+        if words[0] in ("mix", "block"):
+            names = words
+        elif names and len(words) == len(names):
+            label = "sum" if words[0] == "sum" else f"{float(words[0]):g}"
+            found |= {f"{names[0]} {label} {name}": float(word)
+                      for name, word in zip(names[1:], words[1:])}
+        else:
+            names = []
+    return found
+
+
+def quantities(record):
+    """{column: number} of a line, see above."""
+    column, numbers = record["column"], record["numbers"]
+    if column == "pretraining":
+        return {"minutes": numbers["train_minutes"]} if "train_minutes" in numbers else {}
+    if not column.startswith("PSNR on "):
+        return {column.split(" (")[0]: numbers["top1"]}
+    own = column == f"PSNR on {record['table'].split(', ')[0]}"
+    psnr = {(row["mask"], row["mask_ratio"]): row for row in numbers["psnr"]}
+    found = {f"{'own' if own else 'other'} {mask} {ratio} {part}": row[f"psnr_{part}"]
+             for (mask, ratio), row in psnr.items() for part in ("hidden", "decoded")}
+    if own:
+        hidden = {key: row["psnr_hidden"] for key, row in psnr.items()}
+        for low, high in ((0.5, 0.75), (0.75, 0.9)):
+            found[f"fall from {low} to {high}"] = hidden["random", low] - hidden["random", high]
+        for mask in {"grid", "block"} & {mask for mask, _ in psnr}:
+            change = hidden["random", 0.75] - hidden[mask, 0.75]
+            found[f"change under {mask}"] = abs(change)
+        found |= measured(numbers["printed"])
+    return found
+
+
+class Setup:
+    """The results of one table: data, encoder size and epochs of pretraining.
+
+    records: its lines, as dicts; title; numbers: {(encoder, column): {seed: number}}
+    names: {"1%": "1% (18 epochs)", "own": "data/cifar10", ...}, what columns are called; two names
+        for one column would mix: ValueError
+    """
+
+    def __init__(self, records):
+        table = records[0]["table"]
+        self.title = table.replace(" epochs", " epochs of pretraining", 1)
+        self.records, self.numbers, self.names = records, {}, {}
+        for record in sorted(records, key=lambda record: record["seed"]):
+            for column, number in quantities(record).items():
+                key = record["encoder"], column
+                self.numbers.setdefault(key, {})[record["seed"]] = number
+            name, label = record["column"].split(" (")[0], record["column"]
+            if label.startswith("PSNR on "):
+                label = label.removeprefix("PSNR on ")
+                name = "own" if label == table.split(", ")[0] else "other"
+            if self.names.setdefault(name, label) != label:
+                raise ValueError(f"{table}: {self.names[name]} and {label} in one file")
+
+    def cell(self, encoder, column):
+        return cell(self.numbers.get((encoder, column), {}), digits(column))
+
+    def row(self, encoder, columns):
+        """Cells of an encoder; a column may be a pair, which share one."""
+        pairs = [[column] if isinstance(column, str) else column for column in columns]
+        cells = [[self.cell(encoder, column) for column in pair] for pair in pairs]
+        return [" / ".join(filter(None, parts)) for parts in cells]
+
+    def rows(self, columns):
+        """A row for each encoder that has any of the columns."""
+        rows = [[NAMES[encoder], *self.row(encoder, columns)] for encoder in NAMES]
+        return [row for row in rows if any(row[1:])]
+
+    def labels(self, start):
+        """What the columns of all encoders that begin so go on with: mixes or blocks."""
+        return sorted({column.split()[1] for _, column in self.numbers if column.startswith(start)})
+
+    def section(self, title, text, used, heads, rows):
+        """A table with its title, and where its numbers, of the records `used`, are from."""
+        if not rows:
+            return ""
+        seeds, machines, versions, days, commits = (
+            ", ".join(map(str, sorted({record[key] for record in used})))
+            for key in ("seed", "machine", "torch", "date", "commit"))
+        source = (f"Seeds: {seeds}; ± is the sample deviation of three seeds, of n where (n) "
+                  f"follows; (1) is one seed alone. Blank: not measured so far. {machines}; torch "
+                  f"{versions}; {days}; commits {commits}.")
+        return f"### {title} ({self.title})\n\n{text} {source}\n\n{markdown(heads, rows)}"
+
+
+def digits(column):
+    """How many are printed behind the point."""
+    if column in CLASSES:
+        return 1
+    return 3 if column.startswith(("mix", "block")) else 2
+
+
+def cell(values, places, sign=""):
+    """Mean ± sample deviation of {seed: number}, and how many seeds, if fewer than three."""
+    values = [*values.values()]
+    if not values:
+        return ""
+    text = f"{mean(values):{sign}.{places}f}"
+    if len(values) > 1:
+        text += f" ± {stdev(values):.{places}f}"
+    return text if len(values) >= SEEDS else f"{text} ({len(values)})"
+
+
+def markdown(heads, rows):
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def verdict(differences):
+    """By RULE, of {seed: A - B}."""
+    values = [*differences.values()]
+    if len(values) < SEEDS:
+        return f"seeds {', '.join(map(str, differences)) or 'none'} of {SEEDS} so far"
+    one_sign = min(values) > 0 or max(values) < 0
+    if not one_sign or abs(mean(values)) <= 2 * stdev(values):
+        return "cannot be told"
+    return "holds" if min(values) > 0 else "fails"
+
+
+def classification(setup):
+    rows = []
+    for encoder in NAMES:
+        cells = setup.row(encoder, CLASSES)
+        minutes = setup.numbers.get((encoder, "minutes"), {}).values()
+        if any(cells):
+            rows.append([NAMES[encoder], *cells, f"{median(minutes):.1f}" if minutes else ""])
+    return setup.section(
+        "Classification", "Top-1 in %, with the epochs of training in brackets, and minutes of "
+        "pretraining (median). A network from scratch has no features to probe.",
+        [record for record in setup.records if not record["column"].startswith("PSNR")],
+        ["encoder", *(setup.names.get(column, column) for column in CLASSES), "minutes"], rows)
+
+
+def psnr(setup, place):
+    """On "own" or "other" data."""
+    name = setup.names.get(place)
+    used = [record for record in setup.records if record["column"] == f"PSNR on {name}"]
+    images = {re.search(r"mean over (\d+)", r["numbers"]["printed"][0])[1] for r in used}
+    columns = [(f"{place} {mask} {ratio} hidden", f"{place} {mask} {ratio} decoded")
+               for mask, ratio in MASKS]
+    return setup.section(
+        f"PSNR on {name}", f"In dB, hidden / decoded, by mask and mask ratio; mean over "
+        f"{', '.join(images)} validation images.", used,
+        ["encoder", *(f"{mask}, {ratio}" for mask, ratio in MASKS)], setup.rows(columns))
+
+
+def measures(setup):
+    """What is made of PSNR on own data, and printed besides."""
+    name = setup.names.get("own")
+    used = {encoder: [record for record in setup.records if record["encoder"].startswith(encoder)
+                      and record["column"] == f"PSNR on {name}"] for encoder in ("", "imae", "mae")}
+    yield setup.section(
+        "Robustness", "What the PSNR of hidden pixels loses from one mask ratio to the next, and "
+        f"how far it moves, up or down, from random masks to others at 0.75; in dB, on {name}.",
+        used[""], ["encoder", *ROBUST], setup.rows(ROBUST))
+    yield setup.section(
+        "Separability", "R^2 (1 is best) of linear maps to the teacher's latent of one of two "
+        "images, unmixed, by the weight (mix) of the subordinate one. They start from the latent "
+        "of that image's branch; from i-MAE's latent before its branches (mixed); or from the "
+        "latent of the mixture that the teacher itself has, a plain MAE that was trained on no "
+        f"mixture (control). Images of {name}.", used["imae"], ["encoder", "mix", *R2],
+        [[NAMES[encoder], mix, *setup.row(encoder, [f"mix {mix} {source}" for source in R2])]
+         for encoder in ("imae", "imae_alone") for mix in setup.labels("mix")])
+    yield setup.section(
+        "Attention", "How much the hidden tokens of an MAE attend to one visible and to one hidden "
+        "token in each decoder block (mean over tokens, summed over heads), and the share of it "
+        "that all visible tokens get together, a quarter of all by number (class token included). "
+        f"Images of {name}.", used["mae"], ["encoder", "block", *ATTENTION],
+        [[NAMES["mae"], block, *setup.row("mae", [f"block {block} {part}" for part in ATTENTION])]
+         for block in setup.labels("block")])
+
+
+def describe(setup, column):
+    """A column in words."""
+    place, *rest = column.split()
+    if place in ("own", "other"):
+        mask, ratio, part = rest
+        return f"PSNR, {part}, {mask} {ratio}, {setup.names.get(place, place)}"
+    title = {"mix": "R^2, ", "block": "attention, "}.get(place, "")
+    return title + setup.names.get(column, column)
+
+
+def commands(encoders, column):
+    """What trains the encoders, and measures the column."""
+    made = {name: f"--method {words}".format(runs="runs") for name, words in PRETRAINED.items()}
+    made |= {"untrained": "--epochs 0", "scratch": "--mode scratch"}
+    measure = "finetune.py --mode knn" if column == "20-NN" else "train.py --eval"
+    if column in TUNED:
+        measure = f"finetune.py {TUNED[column][0]}"
+    words = dict.fromkeys([made[encoder] for encoder in encoders] + [measure])
+    return ", ".join(f"`{part}`" for part in words)
+
+
+def claims(setup, method):
+    """A row for each column of each claim of a method."""
+    rows = []
+    for claim, paper, first, second, columns in CLAIMS[method]:
+        for column in columns:
+            a, b = (column, column) if isinstance(column, str) else column
+            above, below = (setup.numbers.get(key, {}) for key in ((first, a), (second, b)))
+            if not isinstance(b, str):
+                below = dict.fromkeys(above, b)            # a number
+            differences = {seed: above[seed] - below[seed] for seed in above if seed in below}
+            places = digits(a) + 1
+            what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
+            where = describe(setup, a) if a == b else f"{describe(setup, a)} above {b}"
+            rows.append([claim, what, where, paper,
+                         ", ".join(f"{d:+.{places}f}" for d in differences.values()),
+                         cell(differences, places, "+"), verdict(differences),
+                         commands([first, second], a)])
+    return f"### Claims: {method} ({setup.title})\n\n" + markdown(
+        ["claim", "A above B", "in", "paper: A, B", "A - B, each seed", "mean ± deviation",
+         "verdict", "commands"], rows)
+
+
+def hours(setup):
+    """Time of training by seed, of the lines that have it."""
+    seeds = []
+    for seed in sorted({record["seed"] for record in setup.records}):
+        times = [record["numbers"]["train_minutes"] for record in setup.records
+                 if record["seed"] == seed and "train_minutes" in record["numbers"]]
+        seeds.append(f"seed {seed} {sum(times) / 60:.1f} hours in {len(times)} commands")
+    return f"{setup.title}: {', '.join(seeds)}"
+
+
+def report(lines):
+    """All of it, of the lines of a results.jsonl, as one text."""
+    last, tables = {}, {}
+    for record in map(json.loads, lines):
+        last[tuple(record[key] for key in ("table", "encoder", "column", "seed"))] = record
+    for record in last.values():
+        tables.setdefault(record["table"], []).append(record)
+    setups = [*map(Setup, tables.values())]
+    parts = [INTRO, "**Time of training** alone, of the commands that recorded it. "
+             + "; ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
+    for setup in setups:
+        parts += [f"## {setup.title}\n", classification(setup), psnr(setup, "own"),
+                  psnr(setup, "other"), *measures(setup)]
+        parts += [claims(setup, method) for method in CLAIMS]
+    return "\n".join(filter(None, parts))
