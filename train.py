@@ -88,6 +88,7 @@ def add_options(parser):
 
 
 SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+ZERO = ("epochs", "warmup_epochs", "randaug", "modulated_layer")         # may be 0
 CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 LIMITS = dict(crop=1, momentum=1, smoothing=1, drop_path=1, erasing=1, mix_ratio=1, layer_decay=1,
               mix=1, randaug=30)
@@ -97,7 +98,7 @@ def add_flags(parser, title, values, annotations={}):
     """A flag for each {name: default}, of the type of its annotation or default, None if absent."""
     option = parser.add_argument_group(title).add_argument
     for name, default in values.items():
-        low = 0 if default == 0 or name in ("epochs", "warmup_epochs", "randaug") else 1
+        low = 0 if default == 0 or name in ZERO else 1
         high = LIMITS.get(name, math.inf)
         how = {int: dict(type=number(int, low, high)), float: dict(type=number(float, 0, high)),
                bool: dict(action=argparse.BooleanOptionalAction)}
