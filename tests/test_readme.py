@@ -58,3 +58,43 @@ def test_commands_and_links(monkeypatch):
     titles = [t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)]
     assert titles == re.findall(r"\(#(.*?)\)", TEXT)[:len(titles)]         # the contents
     assert all((ROOT / (a or b)).is_file() for a, b in re.findall(r'src="(.*?)"|`(\S+\.py)`', TEXT))
+
+
+def test_the_papers_tables_as_flags(monkeypatch):
+    """Each row of flags is parsed with the command above it, and its model built: weights are left
+    as they come, and of the data there is the size alone."""
+    sides, built = {"cifar10": 32, "/data/tiny-imagenet": 64}, []
+    for name in ("kaiming_uniform_", "xavier_uniform_", "uniform_", "normal_", "trunc_normal_"):
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **options: tensor)
+
+    def open_data(name, img_size, args):
+        images = torch.zeros(4, 3, 1, 1, dtype=torch.uint8)
+        split = train.Split(images, [0, 0, 1, 1], ["a", "b"])
+        return split, split, vit.pair(img_size or sides.get(name, 224))
+
+    def fit(args, *_, config, **__):
+        built.append({"config": config, "flags": {"data": args.data}})
+
+    for script in (train, finetune):
+        monkeypatch.setattr(script, "open_data", open_data)
+        monkeypatch.setattr(script, "fit", fit)
+    monkeypatch.setattr(train, "compare", lambda args: built.append(built[-1]))
+    monkeypatch.setattr(train, "read", lambda path: None)
+    monkeypatch.setattr(train, "teacher_of", lambda *_: (vit.SIZES["tiny"], None))
+    monkeypatch.setattr(finetune, "read", lambda *_: built[-1])
+    monkeypatch.setattr(finetune, "initialize", lambda *_: [])
+
+    papers = re.findall(r"<summary>The tables of (\S+) as flags</summary>(.*?)</details>", TEXT,
+                        re.DOTALL)
+    assert [paper for paper, _ in papers] == ["MAE", "CrossMAE", "HyperMAE", "MINR", "i-MAE"]
+    for paper, text in papers:
+        commands, n = {}, len(built)                       # the last one of each script
+        rows = re.findall(r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`", text)
+        for italic, row in rows:
+            script = "finetune.py" if italic else "train.py"
+            if row.startswith(script):
+                commands[script] = row
+            else:
+                row = f"{commands[script]} {row}"
+            {"train.py": train, "finetune.py": finetune}[script].main(row.split()[1:])
+        assert len(built) - n == len(rows) > 8, f"{paper}: not every row has a model"
