@@ -345,8 +345,9 @@ def hours(setup):
     for seed in sorted({record["seed"] for record in setup.records}):
         times = [record["numbers"]["train_minutes"] for record in setup.records
                  if record["seed"] == seed and "train_minutes" in record["numbers"]]
-        seeds.append(f"seed {seed} {sum(times) / 60:.1f} hours in {len(times)} commands")
-    return f"{setup.title}: {', '.join(seeds)}"
+        if times:
+            seeds.append(f"seed {seed}, {sum(times) / 60:.1f} hours in {len(times)} commands")
+    return f"{setup.title}: {'; '.join(seeds) or 'none did'}"
 
 
 def report(lines):
@@ -357,8 +358,8 @@ def report(lines):
     for record in last.values():
         tables.setdefault(record["table"], []).append(record)
     setups = [*map(Setup, tables.values())]
-    parts = [INTRO, "**Time of training** alone, of the commands that recorded it. "
-             + "; ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
+    parts = [INTRO, "**Time of training**, of the commands that recorded it. "
+             + ". ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
     for setup in setups:
         parts += [f"## {setup.title}\n", classification(setup), psnr(setup, "own"),
                   psnr(setup, "other"), *measures(setup)]
