@@ -20,9 +20,9 @@ Where paper and release differ, and what is done here:
      As in the paper; n counts the maps (A.3), 13 for ViT-B with the input, not the blocks.
   2. Sec. 3.3 predicts a share of the patches. As released, int(L (mask ratio - prediction ratio))
      hidden patches are skipped and the others predicted: 10 of 64, not 9, at 0.75 and 0.15.
-  3. Predicted are the hidden patches with the highest noise, as released. With random and grid
-     masks (Table 15: `--mask grid`) that is a uniform choice of the hidden patches. With
-     `--mask block` it is not: the rectangles that are hidden first are always predicted.
+  3. Predicted are the hidden patches with the highest noise, as released: a uniform choice with
+     random masks and, at 75%, grid masks (Table 15: `--mask grid`). With `--mask block` it is not
+     uniform: the rectangles that are hidden first are always predicted.
   4. Mask tokens are the queries, encoder tokens keys and values. Sec. 4.4 exchanges these roles;
      Figure 4's caption calls the encoder's output "keys and queries", a slip for values.
   5. With mixing, the encoder has no final norm; each mix has its own, which cancels the scale of a

@@ -3,6 +3,7 @@
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
 2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022) and GINR (Kim et al., CVPR
 2023; https://github.com/kakaobrain/ginr-ipc, which has both). "The release" is MINR's own code.
+Its paper was at hand only as a summary, which has the sections' numbers that are given here.
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
 a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
@@ -15,10 +16,9 @@ resolution. With GINR one layer is the image's own and the others are shared by 
     coordinates (N,2) and weights -> colours (B,N,C)
 
 Where paper and release differ, and what is done here:
-  1. The paper's "14 x 14 patches" is ambiguous in the text that we have, a summary: a grid of that
-     size, or patches of 14 pixels, which do not divide 182. Here it is the grid, of 13-pixel
-     patches, as the release masks. The release reads tokens of 9 pixels; here the tokens are the
-     patches that are masked.
+  1. "14 x 14 patches" (paper) is ambiguous: a grid of that size or, as 182 is 13 x 14, patches of
+     that many pixels. Here it is a grid of 13-pixel patches, which are what the release masks. The
+     release's tokens are of 9 pixels; here they are the patches that are masked.
   2. The release hides each patch with probability 0.75; here exactly mask_ratio of them are hidden.
   3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
      multiply shared ones. As released.
@@ -28,8 +28,8 @@ Where paper and release differ, and what is done here:
      final norm (as released), and its class token.
   7. The paper does not say hidden_dim, groups, ff_dim and ff_sigma: they are the release's. GINR:
      256 groups (full rank) and ff_sigma 128, on CelebA 64; TransINR: 64 groups and 1024.
-  8. The paper says that MINR has fewer parameters than MAE. Which MAE is not in our text; nothing
-     here depends on it.
+  8. The paper says that MINR has fewer parameters than MAE. That depends on the sizes of both, and
+     is not tested here.
 """
 
 import math
@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, pair, patchify, visible_count
+from vit import ViT, pair, visible_count
 
 
 def grid_coords(size, device=None):

@@ -119,10 +119,12 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 def visible_count(L, mask_ratio):
     """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
     ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
+    if not 0 < mask_ratio < 1:
+        raise ValueError(f"mask_ratio {mask_ratio} is not between 0 and 1")
     K = int(L * (1 - mask_ratio))
-    if not (0 < mask_ratio < 1 and 0 < K < L):
-        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: it must be between 0 "
-                         f"and 1 and leave at least one visible and one hidden")
+    if not 0 < K < L:
+        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: at least one must be "
+                         f"visible and one hidden")
     return K
 
 
@@ -289,17 +291,16 @@ class ViT(nn.Module):
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Images (B,C,H,W) with predictions pred (B,M,p*q*C) in place of the patches ids (B,M).
         A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
-        patch, which flatters the image and its PSNR, or, `leak_free`, from all visible
-        pixels, those of the patches ids_keep (B,K)."""
+        patch, which flatters the image and its PSNR, or, `leak_free`, from all visible pixels,
+        those of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
+            known = gather_patches(patches, ids)                       # (B, M, p*q*C) the truth
             if leak_free:
                 known = gather_patches(patches, ids_keep).flatten(1)   # (B, K*p*q*C)
                 known = known[:, None]                                 # (B, 1, K*p*q*C)
-            else:
-                known = gather_patches(patches, ids)                   # (B, M, p*q*C)
-            _, mean, std = normalize_patches(known)                    # (B, 1 or M, 1) each
+            _, mean, std = normalize_patches(known)                    # (B, M or 1, 1) each
             pred = pred * std + mean
         patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)
         return unpatchify(patches, self.patch_size, self.grid)
@@ -402,9 +403,9 @@ def transfer(model, state, grid=None):
     own_encoder, own_rest = encoder_and_rest(model.state_dict())
     theirs, ours = encoder_sizes(encoder), encoder_sizes(own_encoder)
     if theirs != ours:
-        theirs, ours = ("width {dim}, depth {depth}, patch {patch_size[0]}x{patch_size[1]}, "
-                        "channels {in_chans}".format(**sizes) for sizes in (theirs, ours))
-        raise ValueError(f"the file: {theirs}; here {ours}")
+        text = ("width {dim}, depth {depth}, patch {patch_size[0]}x{patch_size[1]}, "
+                "channels {in_chans}")
+        raise ValueError(f"the file: {text.format(**theirs)}; here {text.format(**ours)}")
 
     resized, new_grid = {}, model.encoder.grid
     for part, name in ((encoder, "encoder.pos_embed"), (rest, "decoder_pos_embed")):

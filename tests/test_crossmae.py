@@ -11,10 +11,14 @@ from vit import mask_noise
 
 def ids_of(model, images, noise):
     ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-    seen, hook = [], model.encoder.targets                 # what the loss compares with
-    model.encoder.targets = lambda images, ids, *rest: (seen.append(ids), hook(images, ids, *rest))[1]
+    seen, targets = [], model.encoder.targets
+
+    def remember(images, ids, *rest):                      # the patches that the loss compares
+        seen.append(ids)
+        return targets(images, ids, *rest)
+    model.encoder.targets = remember
     model(images, noise)
-    model.encoder.targets = hook
+    model.encoder.targets = targets
     return ids_keep, ids_mask, seen[0]
 
 
