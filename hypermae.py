@@ -19,12 +19,13 @@ Where paper and release differ, and what is done here:
   2. The release builds a final norm in the encoder and never calls it. Here there is none.
   3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`). As released.
   4. The release predicts all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
-     patches and the weight tokens. As in the paper; so Feat2W's last block computes no others.
+     patches and the weight tokens. As in the paper. Sec. 2.2 appends the weight tokens to the
+     encoded patches, Algorithm 1 has them first, which gives the same: here they are the last.
   5. "PositionalEmbedding" to h in Algorithm 1 is the release's Fourier features of the patch's
      centre, 2 pe_dim of them whatever h is.
   6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.
   7. The release stores M on the module between calls, and un-normalises by a standard deviation
-     plus 1e-6. Here M is an argument, and un-normalising is the exact inverse (ViT.fill).
+     plus 1e-6. Here M is an argument, and un-normalising is the exact inverse.
   8. Sec. 2.2 allows M to be any of the l layers, h x h. The last one gives pixels, so it cannot;
      the first (Table 7's 0) has 2 pe_dim inputs, so there M is 2 pe_dim x h.
 """
@@ -39,15 +40,17 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, visible_c
 
 
 def grid_coords(size, device=None):
-    """The centres (H*W,2) of H x W cells, row and column, each in -1 ... 1. (minr.py too.)"""
-    row, col = ((2 * torch.arange(n, device=device) + 1) / n - 1 for n in size)
-    return torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1).view(-1, 2)
+    """Centres (H*W,2) of H x W cells, row and column, each in -1 ... 1. (minr.py has it too.)"""
+    H, W = size
+    row = (2 * torch.arange(H, device=device) + 1) / H - 1             # (H,)
+    col = (2 * torch.arange(W, device=device) + 1) / W - 1             # (W,)
+    return torch.stack([row.repeat_interleave(W), col.repeat(H)], dim=1)  # (H*W, 2)
 
 
 def fourier_features(coords, dim, sigma):
-    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x: dim/2 frequencies f,
-    1 to sigma in equal ratios, with x the row and then the column. In float32, whatever
-    the model is in: the phase reaches pi sigma. (minr.py has it too.)"""
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x, with x the row and then
+    the column, and dim/2 frequencies f in equal ratios from 1 to sigma. Always in float32, as the
+    phase reaches pi sigma. (minr.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -61,23 +64,23 @@ class HyperMAE(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: share of the patches that is hidden (Table 10)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
-        n_weight_tokens: weight tokens (Table 4)
-        feat2w_depth: blocks of Feat2W, shared ones included (Table 5)
-        shared_blocks: the encoder's last blocks that are Feat2W's first (Table 6)
-        mlp_depth: layers of the PaCo-MLP, M included (Table 8)
+        n_weight_tokens: number of weight tokens (Table 4)
+        feat2w_depth: number of Feat2W blocks, shared ones included (Table 5)
+        shared_blocks: how many of the encoder's last blocks are Feat2W's first, too (Table 6)
+        mlp_depth: number of PaCo-MLP layers, M included (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
-        modulated_layer: index, from 0, of the layer that M replaces, up to mlp_depth - 2 (Table 7)
-        pe_dim: cosines of the Fourier features, and as many sines (release)
-        pe_sigma: highest frequency of the Fourier features, in periods an image (release)
-        out_bias: added to the pixels (release)
+        modulated_layer: the layer that M is, counted from 0, at most mlp_depth - 2 (Table 7)
+        pe_dim: number of cosines, and of sines, among the Fourier features (release)
+        pe_sigma: highest frequency of the Fourier features, in periods per image (release)
+        out_bias: constant that is added to the predicted pixels (release)
         relu_around_m: ReLU before and after M, as in the text (Sec. 2.2)
-        loss_on: masked or all patches (Table 11)
+        loss_on: patches that the loss covers, masked or all (Table 11)
     """
 
-    recipe = dict(  # Table 12; crop's scale, flip: release; batch 512 on ImageNet-100 (Sec. 5.4)
+    recipe = dict(  # Table 12; batch 512 on ImageNet-100 (Sec. 5.4); flip, crop's scale: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: a grid of 8 x 8
+    small = dict(  # ours, for images up to 64 pixels and for the micro encoder: a grid of 8 x 8
         # patches needs no high frequencies; plain targets, so that predictions can be viewed
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
@@ -121,65 +124,64 @@ class HyperMAE(nn.Module):
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
         self.apply(init_weights)
 
-    def feat2w(self, images, ids_keep):
-        """The modulated weights M (B,h,h) that the visible patches ids_keep (B,K) give rise to.
-        With modulated_layer 0 they are (B,2 pe_dim,h)."""
-        blocks, n = self.encoder.blocks, len(self.weight_tokens)
-        own = len(blocks) - self.shared_blocks         # number of blocks that see no weight tokens
-        tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D) F^0 = x_vis
-        x = self.encoder.layers(tokens, own)[-1]                       # (B, 1+K, D) F^12, Sec. 2.1
+    def encode(self, images, ids_keep):
+        """Encoder and Feat2W: the visible patches ids_keep (B,K) of images -> the modulated weights
+        M (B,h,h). With modulated_layer 0 they are (B,2 pe_dim,h)."""
+        n = len(self.encoder.blocks) - self.shared_blocks  # blocks that see no weight tokens
+        x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
+        x = self.encoder.add_class_token(x)                            # (B, 1+K, D)
+        for block in self.encoder.blocks[:n]:
+            x = block(x)                                               # (B, 1+K, D) F^12, Sec. 2.1
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D)
-        *blocks, final = [*blocks[own:], *self.feat2w_blocks]          # Feat2W; shared: Table 6
-        for block in blocks:
+        for block in [*self.encoder.blocks[n:], *self.feat2w_blocks]:  # Feat2W; shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D)
-        return self.T @ self.proj(final(x, n))                         # (B, h, h) M = T Proj(W^4)
+        W = x[:, -W.shape[1]:]                                         # (B, n, D) W^4
+        return self.T @ self.proj(W)                                   # (B, h, h) M = T Proj(W^4)
 
-    def inr(self, coords, M):
+    def decode(self, coords, M):
         """The PaCo-MLP (Sec. 2.2, Algorithm 1): coordinates (B,N,2), or (N,2) for all images, and M
         (B,h,h) -> pixels (B,N,p*p*C)."""
         mod = self.modulated_layer
-        z = fourier_features(coords, self.pe_dim, self.pe_sigma).to(M.dtype)  # (B, N, 2 pe_dim)
-        layers = [*self.paco_mlp[:mod], lambda z: z @ M, *self.paco_mlp[mod:]]  # l, Algorithm 1
-        for i, layer in enumerate(layers):
-            if i > 0 and (self.relu_around_m or mod not in (i - 1, i)):  # release: not next to M
+        z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # PositionalEmbedding(pco, h)
+        z = z.to(M.dtype)                                              # (B, N, 2 pe_dim)
+        for i in range(mod):                                           # layers before modulation
+            z = self.paco_mlp[i](z)                                    # (B, N, h)
+            if i < mod - 1 or self.relu_around_m:                      # release: none next to M
                 z = F.relu(z)
-            z = layer(z)                                               # (B, N, h), at last pixels
+        z = z @ M                                                      # (B, N, h) matmul(z, M)
+        if self.relu_around_m:
+            z = F.relu(z)
+        for i in range(mod, len(self.paco_mlp)):                       # layers after modulation
+            if i > mod:
+                z = F.relu(z)
+            z = self.paco_mlp[i](z)                                    # (B, N, h), at last pixels
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
         scalar, and {"loss"}, detached: Algorithm 1, the mean squared error of predicted patches."""
         ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # x_vis, x_masked
-        M = self.feat2w(images, ids_keep)                              # (B, h, h)
+        M = self.encode(images, ids_keep)                              # (B, h, h)
         if self.loss_on == "all":                                      # Table 11
             ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, N, 2) pco
-        pred = self.inr(coords, M).float()                             # (B, N, p*p*C) z
+        pred = self.decode(coords, M)                                  # (B, N, p*p*C) z
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same x_masked
-        loss = (pred - target).square().mean()                         # MSELoss(z, x_masked)
+        loss = (pred.float() - target).square().mean()                 # MSELoss(z, x_masked)
         return loss, {"loss": loss.detach()}
 
-    def predict(self, images, noise):
-        """All patches (B,L,p*p*C) in raster order and in the space of the loss, which has trained
-        those of the hidden ones only, unless loss_on is "all"."""
-        ids_keep = self.encoder.mask(images, noise, self.mask_ratio)[0]
-        M = self.feat2w(images, ids_keep)                              # (B, h, h)
-        return self.inr(grid_coords(self.encoder.grid, images.device), M)  # (B, L, p*p*C)
-
     @torch.no_grad()
-    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded, nothing copied: visible patches are predicted
-        too, which only loss_on "all" trains. And the mask (B,L). `mask_ratio` replaces the model's;
-        for `leak_free` see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
-        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        coords = grid_coords(self.encoder.grid, images.device)         # (L, 2)
-        pred = self.inr(coords, self.feat2w(images, ids_keep))         # (B, L, p*p*C)
-        ids = torch.arange(len(coords), device=images.device).expand_as(mask)  # raster order
-        return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
-
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """reconstruct_all with the visible patches copied from images."""
-        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
-        return self.encoder.copy_visible(decoded, images, mask), mask
+        """Images (B,C,H,W), normalised, as decoded, and the mask (B,L). Nothing is copied: visible
+        patches are predicted too, for which only loss_on "all" trains. mask_ratio: None for the
+        model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another
+        mask_ratio."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
+        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, L, 2)
+        pred = self.decode(coords, self.encode(images, ids_keep))      # (B, L, p*p*C)
+        decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
+                                             leak_free)                # (B, C, H, W)
+        return decoded, mask

@@ -12,8 +12,8 @@ towards the latent that a frozen MAE, the teacher, has of that image unmixed.
     B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
     a the weight of the first image (Algorithm 1's alpha), x_1 the subordinate and x_2 the dominant
     image, z_1 and z_2 the branches' latents, w_1 and w_2 the teacher's
-    a x + (1-a) y (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> z (2B,1+K,E)
-    -> decoder -> pixels of the hidden patches (2B,M,p*p*C)
+    a x + (1-a) y (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
+    -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's hidden patches (B,M,p*p*C)
 
 Where paper and release differ, and what is done here:
   1. Algorithm 1 gives the teacher both images, whole and unmixed. The release gives it the
@@ -23,14 +23,16 @@ Where paper and release differ, and what is done here:
      decoder embedding, and z after F_1 and F_2, which map to the decoder's width (release).
   3. At exactly a = 0.5 the first image is the subordinate one (release; Algorithm 1: the second).
   4. The branches' losses are added, not averaged (the paper and the release).
-  5. The release accepts norm_pix_loss and ignores it; here it works.
+  5. Algorithm 1 always normalises targets; Section 1 has plain pixels on CIFAR and Tiny-ImageNet.
+     The release accepts norm_pix_loss and ignores it; here it works.
   6. The release keeps MAE's decoder embedding but never uses it; the branches are initialised from
      it when training starts from an MAE (`--init` here). Otherwise they start from xavier's.
   7. The paper mixes within the batch; train.py draws partners from the whole data set
      (draw_partners), so that `--same_class` can be exact. Bare calls use the batch.
   8. ImageNet: Section 1 says MAE's settings, blr 1.5e-4 among them, Table 1 says blr 1e-3: as in
-     Table 1. Mask ratio 0.75 and `--norm_pix_loss` are for classification, 0.5 without is for
-     pictures (Section 1). What neither states is MAE's, as are 800 epochs (release: 400).
+     Table 1. Its mask ratio of 0.5 is for figures, without normalised targets; here it is 0.75, for
+     classification, with `--norm_pix_loss` (Section 1). What neither states is MAE's, as are 800
+     epochs (release: 400).
   9. The release's figures paste the visible patches of x_1, here those of the mixture.
 """
 
@@ -38,7 +40,7 @@ import torch
 from torch import nn
 
 from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair,
-                 sincos_pos_embed, take, visible_count)
+                 sincos_pos_embed, visible_count)
 
 MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section 2, Figures 2 and 4
 
@@ -50,22 +52,23 @@ class IMAE(nn.Module):
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder (teacher_of)
-        mask_ratio: share of the patches that is hidden (Table 1)
+        mask_ratio: share of the patches that is hidden (Table 1: 0.75, but 0.5 on ImageNet)
         norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)
-        decoder_dim: width of the decoder
-        decoder_depth: blocks of the decoder
-        decoder_heads: attention heads of the decoder
+        decoder_dim: width of the decoder (MAE's)
+        decoder_depth: number of decoder blocks (MAE's)
+        decoder_heads: attention heads of the decoder (MAE's)
         branches: 2, or 1 for the subordinate image alone (Section 3)
-        beta: b of Beta(b, b), from which the weight of the first image is drawn (Table 2: 1)
-        mix: that weight, if it is always the same
-        distill_weight: Algorithm 1's c, of the distillation (default: 1 with a teacher, else 0)
+        beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
+        mix: a fixed weight of the first image; None: it is drawn
+        distill_weight: weight of the distillation loss, Algorithm 1's c; None: 1 with a teacher, 0
+            without
     """
 
     recipe = dict(  # Table 1, ImageNet (item 8). CIFAR: blr 1.5e-4, no augmentation. Tiny-ImageNet:
         # blr 1.5e-4, with --same_class 3.5e-4 (Table 2)
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: MAE's, without
+    small = dict(  # ours, for images up to 64 pixels and for the micro encoder: MAE's, without
         # augmentation as on CIFAR (Table 1)
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False,
         decoder_dim=64, decoder_depth=2, decoder_heads=2)
@@ -110,46 +113,32 @@ class IMAE(nn.Module):
                 encoder=ViT(img_size, patch_size, in_chans, **teacher),
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
-    def from_mae(self, state):
-        """A state dict in this model's names: an MAE's decoder embedding becomes all branches'."""
-        state = dict(state)
-        for part in {"weight", "bias"} if "decoder_embed.weight" in state else ():
-            value = state.pop(f"decoder_embed.{part}")
-            state |= {f"decoder_embed.{i}.{part}": value for i in range(len(self.decoder_embed))}
-        return state
-
-    def draw_mix(self, device):
-        """The weight of the first image, a 0-dim tensor: from Beta(b, b), unless `mix` is given."""
-        mix = torch.distributions.Beta(self.beta, self.beta).sample()
-        mix = mix if self.mix is None else torch.tensor(self.mix)
-        return mix.to(device, non_blocking=True)
-
     def mixture(self, images, partners, mix):
-        """mix: a number or (B,) -> the mixture, and (images, partners) as (subordinate, dominant);
-        all (B,C,H,W). ValueError if partners are not like images."""
+        """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
+        dominant); mix, the weight of images, is a number or (B,). ValueError if shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
-        first = a <= 0.5                                               # is the subordinate one
-        xs = torch.where(first, images, partners), torch.where(first, partners, images)  # x_1, x_2
-        return a * images + (1 - a) * partners, xs                     # mix = a x + (1 - a) y
+        x1 = torch.where(a <= 0.5, images, partners)                   # subordinate
+        x2 = torch.where(a <= 0.5, partners, images)                   # dominant
+        return a * images + (1 - a) * partners, (x1, x2)               # mix = a x + (1 - a) y
 
     def encode(self, mixture, ids_keep):
         """A mixture's visible patches ids_keep (B,K) -> the latents [z_1, z_2], (B,1+K,E) each."""
         latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mix)
         return [F_i(latent) for F_i in self.decoder_embed]             # z_i = F_i(E_i(mix))
 
-    def decode(self, z, ids_keep, ids_mask, last):
-        """Latents z (B,1+K,E) -> predictions (B,last,p*p*C) of the last `last` patches in noise
-        order, visible ones first: all if last = L, only the hidden ones if last = M (as mae.py)."""
+    def decode(self, z, ids_keep, ids_mask, count):
+        """A latent z (B,1+K,E) -> predictions (B,count,p*p*C) of the last `count` patches in noise
+        order: M for the hidden ones, which come last, L for all. (As in mae.py.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
-                       z[:, 1:] + pos[ids_keep],                       # (B, K, E) what is visible
-                       self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) what is hidden
-        *blocks, final = self.decoder_blocks
-        for block in blocks:
+                       z[:, 1:] + pos[ids_keep],                       # (B, K, E) visible patches
+                       self.mask_token + pos[ids_mask]], dim=1)        # (B, M, E) hidden patches
+        for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
-        return self.decoder_pred(self.decoder_norm(final(x, last)))    # (B, last, p*p*C)
+        x = x[:, -count:]                                              # (B, count, E)
+        return self.decoder_pred(self.decoder_norm(x))                 # (B, count, p*p*C)
 
     @torch.no_grad()
     def teach(self, images, ids_keep):
@@ -157,67 +146,69 @@ class IMAE(nn.Module):
         return self.teacher["decoder_embed"](self.teacher["encoder"](images, ids_keep))
 
     def forward(self, images, noise=None, partners=None, mix=None):
-        """Images and partners (B,C,H,W; None: the images before), normalised, noise (B,L; None:
-        random) and mix, the weight of images, a number or (B,) (None: draw_mix) -> the loss, a
-        float32 scalar, and its parts, detached: {"loss", "subordinate", "dominant", "distill"}."""
+        """Images and partners (B,C,H,W), normalised, noise (B,L; None: random) and mix, the weight
+        of images, a number or (B,) (None: draw_mix) -> the loss, a float32 scalar, and its parts,
+        detached: {"loss", "subordinate", "dominant", "distill"}. Partners: Algorithm 1's perm(img),
+        which train.py draws (draw_partners); None: each image's predecessor in the batch."""
         partners = images.roll(1, 0) if partners is None else partners
         mix = self.draw_mix(images.device) if mix is None else mix
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        zs = self.encode(mixture, ids_keep)                            # z_1, z_2 (B, 1+K, E)
-        n, (keep, hide) = len(zs), (ids.repeat(len(zs), 1) for ids in (ids_keep, ids_mask))
-        x, z = torch.cat(xs[:n]), torch.cat(zs)                        # (nB, C, H, W), (nB, 1+K, E)
-        p = self.decode(z, keep, hide, hide.shape[1]).float()          # p_i = D_i(z_i) (nB, M, ppC)
-        t = self.encoder.targets(x, hide, self.norm_pix_loss)          # t_i = norm_pix(x_i)
-        recon = (p - t).square().unflatten(0, (n, -1)).mean((1, 2, 3))  # (n,) MSE(p_i, t_i)
-        distill = torch.zeros_like(recon[0])
-        if self.distill_weight > 0:
-            w = self.teach(x, keep)                                    # w_i = E_m(x_i) (nB, 1+K, E)
-            distill = n * (z.float() - w.float()).square().mean()      # sum of l2_loss(z_i, w_i)
-        loss = self.distill_weight * distill + recon.sum()             # c distill + recon
-        names = ("loss", "subordinate", "dominant")[:n + 1] + ("distill",)
-        return loss, {k: v.detach() for k, v in zip(names, (loss, *recon, distill))}
-
-    def run(self, images, partners, mix, noise, mask_ratio, exact=False):
-        """A branch each, [subordinate, dominant]: predictions (B,L,p*p*C) in raster order, and the
-        images that they are of; the mixture, ids_keep and the mask (B,L)."""
-        mixture, xs = self.mixture(images, partners, mix)
-        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact)
-        order = torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1)  # (B, L) back to raster
-        pred = [take(self.decode(z, ids_keep, ids_mask, order.shape[1]), order)
-                for z in self.encode(mixture, ids_keep)]
-        return pred, xs, mixture, ids_keep, mask
-
-    def predict(self, images, noise):
-        """All patches (B,L,p*p*C) of images, not mixed, by the last branch, in raster order and in
-        the space of the loss. It is the dominant one, unless `branches` is 1."""
-        return self.run(images, images, 1.0, noise, self.mask_ratio)[0][-1]
+        recon, distill = [], torch.zeros((), device=images.device)
+        for z, x in zip(self.encode(mixture, ids_keep), xs):           # z_i (B, 1+K, E), x_i
+            pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # p_i = D_i(z_i)
+            target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # t_i = norm_pix(x_i)
+            recon.append((pred.float() - target).square().mean())      # MSE(p_i, t_i)
+            if self.distill_weight > 0:
+                w = self.teach(x, ids_keep)                            # w_i = E_m(x_i) (B, 1+K, E)
+                distill = distill + (z.float() - w.float()).square().mean()  # l2_loss(z_i, w_i)
+        loss = self.distill_weight * distill + sum(recon)              # c distill + recon
+        metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
+                   "distill": distill}
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
     @torch.no_grad()
-    def unmix(self, images, partners, mix, noise=None, mask_ratio=None, leak_free=False):
-        """What the branches predict of a mixture, visible patches too: [subordinate, dominant] of
-        (B,C,H,W), and the mask (B,L). For the last arguments see reconstruct_all."""
-        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        pred, xs, mixture, ids_keep, mask = self.run(images, partners, mix, noise, mask_ratio,
-                                                     exact=True)
-        ids = torch.arange(self.encoder.num_patches, device=images.device).expand_as(mask)
-        return [self.encoder.fill(mixture if leak_free else x, p, ids, ids_keep,
-                                  self.norm_pix_loss, leak_free)
-                for p, x in zip(pred, xs)], mask
-
-    @torch.no_grad()
-    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised and not mixed, as decoded by the last branch (the dominant
-        one, unless `branches` is 1), nothing copied: visible patches are predicted too, which the
-        loss has not trained. And the mask (B,L). `mask_ratio` replaces the model's; for `leak_free`
-        see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
+        one, unless `branches` is 1), and the mask (B,L). Nothing is copied: visible patches are
+        predicted too, for which the loss does not train. mask_ratio: None for the model's own.
+        leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another mask_ratio.
+        """
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask
 
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """reconstruct_all with the visible patches copied from images."""
-        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
-        return self.encoder.copy_visible(decoded, images, mask), mask
+    @torch.no_grad()
+    def unmix(self, images, partners, mix, noise=None, mask_ratio=None, leak_free=False):
+        """A mixture of images and partners as decoded by each branch, [subordinate, dominant] of
+        (B,C,H,W), and the mask (B,L); mix is the weight of images. The rest: see reconstruct."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        mixture, xs = self.mixture(images, partners, mix)
+        ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
+        decoded = []
+        for z, x in zip(self.encode(mixture, ids_keep), xs):
+            pred = self.decode(z, ids_keep, ids_mask, ids.shape[1])    # (B, L, p*p*C)
+            known = mixture if leak_free else x            # mean and variance are taken from it
+            decoded.append(self.encoder.paste_patches(known, pred, ids, ids_keep,
+                                                      self.norm_pix_loss, leak_free))
+        return decoded, mask
+
+    def draw_mix(self, device):
+        """The weight of the first image, a 0-dim tensor: `mix`, or drawn from Beta(b, b)."""
+        mix = self.mix
+        if mix is None:
+            mix = torch.distributions.Beta(self.beta, self.beta).sample().item()
+        return torch.full((), mix, device=device)          # which waits for no GPU, as a copy would
+
+    def from_mae(self, state):
+        """A state dict in this model's names: an MAE's decoder embedding becomes all branches'."""
+        state = dict(state)
+        for part in ("weight", "bias"):
+            if f"decoder_embed.{part}" in state:
+                value = state.pop(f"decoder_embed.{part}")
+                for i in range(len(self.decoder_embed)):
+                    state[f"decoder_embed.{i}.{part}"] = value
+        return state
 
     def one_mask(self, images):
         """The same noise (B,L) for all images."""
@@ -225,16 +216,17 @@ class IMAE(nn.Module):
 
     def figures(self, images):
         """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as in Figures 6 and 7,
-        a row a weight: mixture, masked, subordinate prediction, with the mixture's visible patches,
-        subordinate image, dominant image."""
+        a row for each weight: mixture, masked, subordinate prediction, the same with the mixture's
+        visible patches, subordinate image, dominant image."""
         if len(images) < 2:
             return {}
         x1, x2, rows = images[:1], images[1:2], []
         for a in MIXES:
             (decoded, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))
-            mixture, hidden = self.mixture(x1, x2, a)[0], self.encoder.pixels_of(mask)
-            rows.append(torch.cat([mixture, mixture * (1 - hidden), decoded,
-                                   self.encoder.copy_visible(decoded, mixture, mask), x1, x2]))
+            mixture, _ = self.mixture(x1, x2, a)
+            masked = mixture * (1 - self.encoder.pixels_of(mask))
+            pasted = self.encoder.copy_visible(decoded, mixture, mask)
+            rows.append(torch.cat([mixture, masked, decoded, pasted, x1, x2]))
         return {"unmix": torch.stack(rows)}
 
     @torch.no_grad()
@@ -286,29 +278,30 @@ class IMAE(nn.Module):
 
 
 def draw_partners(order, labels, same_class, generator):
-    """Partners of pictures, indices `order` (n,) of the N in labels (N,): any other picture or, by
+    """Partners of images, indices `order` (n,) of the N in labels (N,): any other image or, by
     semantics-enhanced sampling (Section 1, Table 2), a share same_class in 0 ... 1 (its r) of the
     same class and the others of another, exactly: the k-th is iff floor((k+1) r) > floor(k r)."""
     N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
     if same_class is None:
         return (order + 1 + (u * (N - 1)).long()) % N
-    by_class, sizes = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
-    label = labels.unique(return_inverse=True)[1][order]   # 0, 1, ... also where one is missing
-    start, size, place = (sizes.cumsum(0) - sizes)[label], sizes[label], by_class.argsort()[order]
     k = torch.arange(len(order), dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()
-    mate = start + (place - start + 1 + (u * (size - 1)).long()) % size     # next in the class
-    other = (start + size + (u * (N - size)).long()) % N                   # after it, in a circle
+    by_class = labels.argsort(stable=True)                 # all images, one class after the other
+    place = by_class.argsort()[order]                      # of an image in by_class
+    _, label, sizes = labels.unique(return_inverse=True, return_counts=True)
+    first, size = (sizes.cumsum(0) - sizes)[label[order]], sizes[label[order]]  # of its class there
+    mate = first + (place - first + 1 + (u * (size - 1)).long()) % size  # another of the class
+    other = (first + size + (u * (N - size)).long()) % N                 # one after the class
     return by_class[torch.where(same, mate, other)]
 
 
 def check_same_class(labels, classes, same_class):
-    """ValueError if pictures of these labels (N,) and class names (none: unlabelled) have no
-    partners for draw_partners' share same_class."""
+    """ValueError if images of these labels (N,) and class names (none: unlabelled) have no partners
+    for draw_partners' share same_class."""
     sizes = labels.unique(return_counts=True)[1]
     if same_class is not None and (not classes or same_class > 0 and sizes.min() < 2
                                    or same_class < 1 and len(sizes) < 2):
-        raise ValueError(f"--same_class {same_class} needs class folders, of two and more pictures "
+        raise ValueError(f"--same_class {same_class} needs class folders, of two and more images "
                          f"each for a share above 0, two and more for one below 1")
 
 

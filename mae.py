@@ -16,8 +16,8 @@ Where paper and release differ, and what is done here:
   1. Both un-shuffle the decoder's tokens to raster order (Sec. 3, "Simple implementation").
      Attention does not depend on the order: here tokens stay in noise order, the visible first, so
      that the hidden ones are simply the last M.
-  2. Both embed all patches, then drop the hidden ones; here only the visible ones are embedded,
-     and in training the last block and the head compute only the hidden ones.
+  2. Both embed all patches, then drop the hidden ones; here only the visible ones are embedded. The
+     release's head predicts all patches, in training too; here only the hidden ones.
   3. Normalised targets (Sec. 3): the release takes the unbiased variance plus 1e-6, of which the
      paper says nothing. As released.
   4. K is L (1 - mask_ratio), truncated, as released.
@@ -28,7 +28,7 @@ Where paper and release differ, and what is done here:
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_pos_embed, take,
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_pos_embed,
                  visible_count)
 
 
@@ -42,15 +42,17 @@ class MAE(nn.Module):
         mask_ratio: share of the patches that is hidden (Figure 5)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1d)
         decoder_dim: width of the decoder (Table 1b)
-        decoder_depth: blocks of the decoder (Table 1a)
+        decoder_depth: number of decoder blocks (Table 1a)
         decoder_heads: attention heads of the decoder (release)
-        inter_block_attention: decode a mix of all encoder blocks, not the last (CrossMAE Table 7)
+        inter_block_attention: decode a learnt mix of all encoder blocks' outputs instead of the
+            last one (CrossMAE Table 7)
     """
 
-    recipe = dict(  # Table 8; the flip: CrossMAE's Table 10; the crop's scale: release
+    recipe = dict(  # Table 8; 800 epochs: Table 1; flip: CrossMAE's Table 10; scale of the crop:
+        # release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder; targets are not
+    small = dict(  # ours, for images up to 64 pixels and for the micro encoder; targets are not
         # normalised, so that predictions can be viewed directly
         lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1,
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
@@ -84,10 +86,9 @@ class MAE(nn.Module):
     def encode(self, images, ids_keep):
         """The visible patches ids_keep (B,K) of images, encoded (Sec. 3): (B,1+K,D)."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
-        if self.map_weights is None:
-            return self.encoder.encode(tokens)                         # (B, 1+K, D)
-        maps = torch.stack(self.encoder.layers(tokens), dim=-1)        # (B, 1+K, D, n)
-        return self.encoder.norm(maps @ self.map_weights)              # (B, 1+K, D) CrossMAE eq. 1
+        if self.map_weights is not None:
+            return self.mix_maps(tokens)                               # (B, 1+K, D)
+        return self.encoder.encode(tokens)                             # (B, 1+K, D)
 
     def decoder_input(self, z, ids_keep, ids_mask):
         """Encoded tokens z (B,1+K,D) and a mask token for each hidden patch, with their positions:
@@ -95,75 +96,79 @@ class MAE(nn.Module):
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         z = self.decoder_embed(z)                                      # (B, 1+K, E)
         return torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token
-                          z[:, 1:] + pos[ids_keep],                    # (B, K, E) what is visible
-                          self.mask_token + pos[ids_mask]], dim=1)     # (B, M, E) what is hidden
+                          z[:, 1:] + pos[ids_keep],                    # (B, K, E) visible patches
+                          self.mask_token + pos[ids_mask]], dim=1)     # (B, M, E) hidden patches
 
-    def decode(self, z, ids_keep, ids_mask, last):
-        """Encoded tokens z (B,1+K,D) -> predictions (B,last,p*p*C) of the last `last` patches in
-        noise order, visible ones first: all if last = L, only the hidden ones if last = M."""
+    def decode(self, z, ids_keep, ids_mask, count):
+        """Encoded tokens z (B,1+K,D) -> predictions (B,count,p*p*C) of the last `count` patches in
+        noise order: M for the hidden ones, which come last, L for all."""
         x = self.decoder_input(z, ids_keep, ids_mask)                  # (B, 1+L, E)
-        *blocks, final = self.decoder_blocks
-        for block in blocks:
+        for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
-        return self.decoder_pred(self.decoder_norm(final(x, last)))    # (B, last, p*p*C)
+        x = x[:, -count:]                                              # (B, count, E)
+        return self.decoder_pred(self.decoder_norm(x))                 # (B, count, p*p*C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
         scalar, and {"loss"}, detached: the mean squared error of the hidden patches."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         z = self.encode(images, ids_keep)                              # (B, 1+K, D)
-        pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1]).float()  # (B, M, p*p*C)
+        pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])   # (B, M, p*p*C)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)  # the same: Sec. 3
-        loss = (pred - target).square().mean()                         # Sec. 3: hidden patches only
+        loss = (pred.float() - target).square().mean()                 # Sec. 3: hidden patches only
         return loss, {"loss": loss.detach()}
 
-    def predict(self, images, noise):
-        """All patches (B,L,p*p*C) in raster order and in the space of the loss, which has trained
-        the rows of the hidden ones only."""
-        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        order = torch.cat([ids_keep, ids_mask], dim=1)                 # (B, L)
-        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, order.shape[1])
-        return take(pred, order.argsort(dim=1))
-
     @torch.no_grad()
-    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded, nothing copied: visible patches are predicted
-        too, which the loss has not trained. And the mask (B,L). `mask_ratio` replaces the model's;
-        for `leak_free` see ViT.fill. ValueError if noise is a 0/1 mask of another mask_ratio."""
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W), normalised, as decoded, and the mask (B,L). Nothing is copied: visible
+        patches are predicted too, for which the loss does not train. mask_ratio: None for the
+        model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another
+        mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
-        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, ids.shape[1])
-        return self.encoder.fill(images, pred, ids, ids_keep, self.norm_pix_loss, leak_free), mask
+        z = self.encode(images, ids_keep)                              # (B, 1+K, D)
+        pred = self.decode(z, ids_keep, ids_mask, ids.shape[1])        # (B, L, p*p*C)
+        decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
+                                             leak_free)                # (B, C, H, W)
+        return decoded, mask
 
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """reconstruct_all with the visible patches copied from images."""
-        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
-        return self.encoder.copy_visible(decoded, images, mask), mask
+    # ------------------------------------------------- analyses of this model in CrossMAE's paper
+
+    def mix_maps(self, tokens):
+        """Inter-block attention (CrossMAE Sec. 3.4, Table 7): the learnt mix of all feature maps of
+        tokens (B,K,D), normalised: (B,1+K,D)."""
+        maps = torch.stack(self.encoder.layers(tokens), dim=-1)        # (B, 1+K, D, n)
+        return self.encoder.norm(maps @ self.map_weights)              # (B, 1+K, D) CrossMAE eq. 1
 
     @torch.no_grad()
     def measures(self, train, val):
-        """What CrossMAE starts from (its Sec. 1): how much the hidden tokens of images val
+        """CrossMAE Table 6, from which that paper starts: how much the hidden tokens of images val
         (N,C,H,W), normalised, attend to visible tokens, class token included, and to hidden ones.
-        {title: a row a decoder block, and their sum}: means over images and pairs of tokens, summed
-        over heads, and the share of the visible in it. `train` is not used. CrossMAE A.1 says
-        averaged over heads, but its Table 6 has sums over 16 heads: only so is 50 x 0.196 +
-        147 x 0.042 = 16. Its blocks count from 1, here from 0."""
-        noise, weights = self.encoder.fixed_noise(val), 0
+        {title: a row for each decoder block, and their sum}: means over images and pairs of tokens,
+        summed over heads, and the share of attention that all visible tokens get. `train` is not
+        used. CrossMAE A.1 says averaged over heads, but its Table 6 has sums over 16 heads: only so
+        is 50 x 0.196 + 147 x 0.042 = 16. Its blocks count from 1, here from 0."""
+        noise = self.encoder.fixed_noise(val)
+        K = 1 + visible_count(self.encoder.num_patches, self.mask_ratio)  # with the class token
+        weights = 0                                        # of each block: attention to each token
         for images, part in zip(val.split(100), noise.split(100)):
             ids_keep, ids_mask, _ = self.encoder.mask(images, part, self.mask_ratio)
             x = self.decoder_input(self.encode(images, ids_keep), ids_keep, ids_mask)
-            K, sums = 1 + ids_keep.shape[1], []                        # with the class token
+            sums = []
             for block in self.decoder_blocks:
-                qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1))
-                q, k, _ = qkv.permute(2, 0, 3, 1, 4)                   # (B, heads, 1+L, E/heads)
-                attn = (q[:, :, K:] @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)
-                sums.append(attn.mean(2).sum((0, 1)) / len(val))       # (1+L,) to each token
+                q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)  # (B, 1+L, E) each
+                q = q[:, K:].unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # of the hidden
+                k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, d)
+                attention = (q @ k.transpose(2, 3) / k.shape[3] ** 0.5).softmax(dim=-1)
+                sums.append(attention.mean(2).sum((0, 1)) / len(val))  # (1+L,) mean over queries
                 x = block(x)                                           # (B, 1+L, E)
             weights = weights + torch.stack(sums)                      # (depth, 1+L)
+        rows = []
+        for name, to in [*enumerate(weights), ("sum", weights.sum(0))]:
+            rows.append({"block": name, "visible": to[:K].mean().item(),
+                         "hidden": to[K:].mean().item(),
+                         "share of visible": (to[:K].sum() / to.sum()).item()})
         return {f"how much hidden tokens attend to a visible and to a hidden token in each decoder "
                 f"block (mean, summed over heads), and the share of it that all visible tokens "
-                f"together get; {len(val)} images": [
-                    {"block": block, "visible": a[:K].mean().item(), "hidden": a[K:].mean().item(),
-                     "share of visible": (a[:K].sum() / a.sum()).item()}
-                    for block, a in [*enumerate(weights), ("sum", weights.sum(0))]]}
+                f"together get; {len(val)} images": rows}

@@ -3,6 +3,7 @@
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
 2507.22404), with the hypernetworks TransINR (Chen, Wang, ECCV 2022) and GINR (Kim et al., CVPR
 2023; https://github.com/kakaobrain/ginr-ipc, which has both). "The release" is MINR's own code.
+Its paper was at hand only as a summary, which has the sections' numbers that are given here.
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
 a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
@@ -15,8 +16,9 @@ resolution. With GINR one layer is the image's own and the others are shared by 
     coordinates (N,2) and weights -> colours (B,N,C)
 
 Where paper and release differ, and what is done here:
-  1. The paper masks and encodes a 14 x 14 grid of patches. The release masks those 13-pixel
-     patches but reads tokens of 9 pixels. As in the paper: tokens are the patches that are masked.
+  1. "14 x 14 patches" (paper) is ambiguous: a grid of that size or, as 182 is 13 x 14, patches of
+     that many pixels. Here it is a grid of 13-pixel patches, which are what the release masks. The
+     release's tokens are of 9 pixels; here they are the patches that are masked.
   2. The release hides each patch with probability 0.75; here exactly mask_ratio of them are hidden.
   3. The paper's TransINR predicts all weights. In the release predicted columns, repeated,
      multiply shared ones. As released.
@@ -26,6 +28,8 @@ Where paper and release differ, and what is done here:
      final norm (as released), and its class token.
   7. The paper does not say hidden_dim, groups, ff_dim and ff_sigma: they are the release's. GINR:
      256 groups (full rank) and ff_sigma 128, on CelebA 64; TransINR: 64 groups and 1024.
+  8. The paper says that MINR has fewer parameters than MAE. That depends on the sizes of both, and
+     is not tested here.
 """
 
 import math
@@ -34,19 +38,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, pair, patchify, visible_count
+from vit import ViT, pair, visible_count
 
 
 def grid_coords(size, device=None):
-    """The centres (H*W,2) of H x W cells, row and column, each in -1 ... 1. (hypermae.py too.)"""
-    row, col = ((2 * torch.arange(n, device=device) + 1) / n - 1 for n in size)
-    return torch.stack(torch.meshgrid(row, col, indexing="ij"), dim=-1).view(-1, 2)
+    """Centres (H*W,2) of H x W cells, row and column, in -1 ... 1. (hypermae.py has it too.)"""
+    H, W = size
+    row = (2 * torch.arange(H, device=device) + 1) / H - 1             # (H,)
+    col = (2 * torch.arange(W, device=device) + 1) / W - 1             # (W,)
+    return torch.stack([row.repeat_interleave(W), col.repeat(H)], dim=1)  # (H*W, 2)
 
 
 def fourier_features(coords, dim, sigma):
-    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x: dim/2 frequencies f,
-    1 to sigma in equal ratios, with x the row and then the column. In float32, whatever
-    the model is in: the phase reaches pi sigma. (hypermae.py has it too.)"""
+    """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x, with x the row and then
+    the column, and dim/2 frequencies f in equal ratios from 1 to sigma. Always in float32, as the
+    phase reaches pi sigma. (hypermae.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -60,19 +66,21 @@ class MINR(nn.Module):
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
         mask_ratio: share of the patches that is hidden (paper)
-        hypernetwork: ginr, one layer of the image's own, or transinr, all modulated (Sec. 3.2)
-        modulated_layers: image-specific layers, counted from 0, as in 0,1 (ginr: 1, transinr: all)
-        mlp_depth: layers of the MLP (paper)
+        hypernetwork: ginr, which predicts one layer of the MLP, or transinr, all layers (Sec. 3.2)
+        modulated_layers: image-specific layers of the MLP, counted from 0, as in 0,1; None: the
+            second for ginr, all for transinr (Sec. 3.2)
+        mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: weight tokens per layer, at most its number of outputs: the rank (ginr: 256), or
-            columns repeated to fill the layer (transinr: 64)
-        ff_dim: cosines of the Fourier features, and as many sines (release)
-        ff_sigma: highest frequency, in periods an image (ginr: 128, transinr: 1024)
-        out_bias: added to the colours (release)
-        loss_on: all pixels (Sec. 3.1) or masked ones
+        groups: weight tokens for each layer, at most its number of outputs: the rank (ginr) or
+            columns that are repeated (transinr); None: 256 for ginr, 64 for transinr (release)
+        ff_dim: number of cosines, and of sines, among the Fourier features (release)
+        ff_sigma: highest frequency of the Fourier features, in periods per image; None: 128 for
+            ginr, 1024 for transinr (release)
+        out_bias: constant that is added to the colours (release)
+        loss_on: pixels that the loss covers, all (Sec. 3.1) or masked
         coord_jitter: in training, move each coordinate within its pixel (release: not on CelebA)
         pixel_fraction: share of the pixels that a training step renders (ours)
-        encode_visible_only: leave hidden patches out instead of zeroing them, cheaper (ours)
+        encode_visible_only: leave hidden patches out instead of zeroing them, for speed (ours)
     """
 
     recipe = dict(  # the release's for Imagenette, as the paper says none; its encoder: --img_size
@@ -81,7 +89,7 @@ class MINR(nn.Module):
         # the rate drops to a tenth after 80% of the epochs, which is not built
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    small = dict(  # ours, for pictures up to 64 pixels and for the micro encoder: 32 pixels have 16
+    small = dict(  # ours, for images up to 64 pixels and for the micro encoder: 32 pixels have 16
         # periods at most
         lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2,
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
@@ -110,7 +118,8 @@ class MINR(nn.Module):
             if not value >= 1:
                 raise ValueError(f"{name} {value} is less than 1")
         if modulated_layers is None:
-            modulated_layers = 1 if ginr else range(mlp_depth)         # Sec. 3.2
+            # Sec. 3.2: GINR's second layer, which is 1 when counted from 0
+            modulated_layers = 1 if ginr else range(mlp_depth)
         if isinstance(modulated_layers, int):
             modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
@@ -126,7 +135,7 @@ class MINR(nn.Module):
 
         widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
         self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # phi: instance-agnostic
         for i, (a, b) in enumerate(zip(widths, widths[1:])):           # columns get norm 1
             g = self.groups.get(i)
             if g and not ginr and b % g:
@@ -140,20 +149,20 @@ class MINR(nn.Module):
         self.to_weights = nn.ModuleDict({
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i])) for i in modulated})
 
-    def hyper(self, images, ids_keep, mask):
-        """The hypernetwork (Sec. 3.2): images (B,C,H,W) of which ids_keep (B,K) are visible -> the
-        weight tokens (B,G,D) as they leave the ViT."""
+    def encode(self, images, ids_keep, mask):
+        """The hypernetwork (Sec. 3.2): images (B,C,H,W) of which ids_keep (B,K) are visible, where
+        mask (B,L) is 0 -> the weight tokens (B,G,D) as they leave the ViT."""
         if self.encode_visible_only:
             tokens = self.encoder.embed(images, ids_keep)              # (B, K, D)
         else:
-            zeroed = images.masked_fill(self.encoder.pixels_of(mask).bool(), 0)
-            tokens = self.encoder.embed(zeroed)                        # (B, L, D) Sec. 3.1
-        x = self.encoder.layers(tokens, depth=0)[0]                    # (B, 1+L, D) class token
-        x = torch.cat([x, self.weight_tokens.expand(len(x), -1, -1)], dim=1)  # (B, 1+L+G, D); or K
-        *blocks, final = self.encoder.blocks
-        for block in blocks:
-            x = block(x)                                               # (B, 1+L+G, D); or K
-        return final(x, len(self.weight_tokens))                       # (B, G, D)
+            hidden = self.encoder.pixels_of(mask).bool()               # (B, 1, H, W)
+            tokens = self.encoder.embed(images.masked_fill(hidden, 0))  # (B, L, D) Sec. 3.1
+        x = self.encoder.add_class_token(tokens)                       # (B, 1+L, D), or K for L
+        W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, G, D)
+        x = torch.cat([x, W], dim=1)                                   # (B, 1+L+G, D)
+        for block in self.encoder.blocks:
+            x = block(x)                                               # (B, 1+L+G, D)
+        return x[:, -W.shape[1]:]                                      # (B, G, D)
 
     def modulate(self, tokens):
         """Weight tokens (B,G,D) -> the MLP's layers (Sec. 3.2): weights, image-specific (B,a,b) or
@@ -170,74 +179,71 @@ class MINR(nn.Module):
             layers.append((F.normalize(W, dim=-2, eps=1e-12), bias))   # columns of norm 1, item 5
         return layers
 
-    def inr(self, coords, layers):
+    def decode(self, coords, layers):
         """The MLP f_theta (Sec. 3.1): coordinates (N,2), the same for all images, or (B,N,2), and
-        the layers of modulate -> colours (B,N,C). Of (N,2) what precedes the first image-specific
-        layer is run only once. Under autocast all but the colours have the matrices' dtype."""
+        the layers of modulate -> colours (B,N,C). With (N,2), layers before the first
+        image-specific one run only once. Under autocast only the colours are float32."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
-        x, (*hidden, (W, bias)) = x.to(layers[0][0].dtype), layers
-        for W_i, bias_i in hidden:
-            x = x @ W_i                                                # (N, b_i), then (B, N, b_i)
-            x = F.relu(x + bias_i.to(x.dtype))
-        return x @ W + bias + self.out_bias                            # (B, N, C)
+        *hidden, (W_last, bias_last) = layers
+        x = x.to(W_last.dtype)
+        for W, bias in hidden:
+            x = x @ W                                                  # (N, b_i), then (B, N, b_i)
+            x = F.relu(x + bias.to(x.dtype))
+        return x @ W_last + bias_last + self.out_bias                  # (B, N, C)
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W) in 0 ... 1 and noise (B,L; None: random) -> the loss, a float32 scalar,
         and {"loss"}, detached: the mean squared error of all pixels or of hidden ones. In
         training, coord_jitter and pixel_fraction draw from torch's generator, for all images."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
-        layers = self.modulate(self.hyper(images, ids_keep, mask))
-        size = self.encoder.img_size
-        coords, target = grid_coords(size, images.device), images.flatten(2)  # (HW, 2), (B, C, HW)
-        hidden = self.encoder.pixels_of(mask).flatten(1)                       # (B, HW)
+        layers = self.modulate(self.encode(images, ids_keep, mask))
+        H, W = self.encoder.img_size
+        coords = grid_coords((H, W), images.device)                    # (HW, 2)
+        target = images.flatten(2).transpose(1, 2)                     # (B, HW, C)
+        hidden = self.encoder.pixels_of(mask).flatten(1)               # (B, HW)
         if self.training and self.pixel_fraction < 1:
             n = math.ceil(self.pixel_fraction * len(coords))
             ids = torch.randperm(len(coords), device=images.device)[:n]
-            coords, target, hidden = coords[ids], target[..., ids], hidden[:, ids]
+            coords, target, hidden = coords[ids], target[:, ids], hidden[:, ids]  # N = n
         if self.training and self.coord_jitter:
             row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) in pixels
-            coords = coords + torch.stack([row * 2 / size[0], col * 2 / size[1]], dim=1)
-        error = self.inr(coords, layers).float() - target.transpose(1, 2)  # (B, N, C)
-        error = error.square().mean(2)                                 # (B, N) L2
-        loss = (error.mean() if self.loss_on == "all" else             # Sec. 3.1: all pixels
-                (error * hidden).sum() / hidden.sum().clamp(min=1))
+            coords = coords + torch.stack([row * 2 / H, col * 2 / W], dim=1)
+        error = (self.decode(coords, layers).float() - target).square().mean(dim=2)  # (B, N) L2
+        if self.loss_on == "all":
+            loss = error.mean()                                        # Sec. 3.1: all pixels
+        else:
+            # over the expected number of hidden pixels, which is the same for each part of a batch
+            loss = (error * hidden).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
-    def render_masked(self, images, size, noise, mask_ratio):
-        """All pixels (B,C,H',W') of the size (H',W'), a few thousand at a time, and the mask."""
-        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
-        layers = self.modulate(self.hyper(images, ids_keep, mask))
-        colours = [self.inr(coords, layers).float()                    # (B, 4096, C)
-                   for coords in grid_coords(size, images.device).split(4096)]
-        return torch.cat(colours, dim=1).transpose(1, 2).unflatten(2, size), mask
-
-    def predict(self, images, noise):
-        """All patches (B,L,p*p*C) in raster order, as rendered."""
-        rendered, _ = self.render_masked(images, self.encoder.img_size, noise, None)
-        return patchify(rendered, self.encoder.patch_size)
+    @torch.no_grad()
+    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
+        """Images (B,C,H,W) as rendered at their own size, and the mask (B,L). Nothing is copied.
+        mask_ratio: None for the model's own. leak_free changes nothing, as nothing is normalised.
+        ValueError if noise is a 0/1 mask of another mask_ratio."""
+        return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
 
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
         """Images (B,C,H,W), masked, rendered at any size, an int or (H',W'): (B,C,H',W')."""
         return self.render_masked(images, pair(size), noise, mask_ratio)[0]
 
-    @torch.no_grad()
-    def reconstruct_all(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W) as rendered at their own size, nothing copied, and the mask (B,L).
-        `mask_ratio` replaces the model's; nothing is normalised, so leak_free changes nothing.
-        ValueError if noise is a 0/1 mask of another mask_ratio."""
-        return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
-
-    def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """reconstruct_all with the visible patches copied from images."""
-        decoded, mask = self.reconstruct_all(images, noise, mask_ratio, leak_free)
-        return self.encoder.copy_visible(decoded, images, mask), mask
+    def render_masked(self, images, size, noise, mask_ratio):
+        """reconstruct at any size (H',W'), a few thousand pixels at a time, to save memory."""
+        mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
+        layers = self.modulate(self.encode(images, ids_keep, mask))
+        colours = []
+        for coords in grid_coords(size, images.device).split(4096):
+            colours.append(self.decode(coords, layers).float())        # (B, 4096, C)
+        rendered = torch.cat(colours, dim=1).transpose(1, 2)           # (B, C, H'*W')
+        return rendered.unflatten(2, size), mask                       # (B, C, H', W')
 
     def figures(self, images):
         """{"rendered": (rows,2,C,4H,4W)}: rendered at four times the size, beside bicubic upscaling
         of what is rendered at the model's own."""
         (H, W), noise = self.encoder.img_size, self.encoder.fixed_noise(images)
-        native, large = (self.render(images, (n * H, n * W), noise) for n in (1, 4))
+        native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
+        large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")
         return {"rendered": torch.stack([large, upscaled], dim=1)}     # (rows, 2, C, 4H, 4W)

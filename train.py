@@ -582,12 +582,11 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     under masks that depend on the picture alone. Columns of 8: truth, masked, decoded, copied."""
     count, columns, encoder = 0, None, model.eval().encoder
     sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # of none, too
-    decode = getattr(model, "reconstruct_all", model.reconstruct)
     for ids, pictures, _ in val_batches(val, args, encoder.img_size, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in seeds])
-        decoded, hidden = decode(normalize(pictures, model), noise.to(args.device), mask_ratio,
-                                 args.leak_free)
+        decoded, hidden = model.reconstruct(normalize(pictures, model), noise.to(args.device),
+                                            mask_ratio, args.leak_free)
         truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
         hidden = encoder.pixels_of(hidden)                             # (b, 1, H, W)
         both, masked = (torch.where(hidden > 0, x, truth) for x in (decoded, 0.5))

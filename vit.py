@@ -64,8 +64,8 @@ def unpatchify(patches, patch_size, grid):
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
 
 
-def take(x, ids):
-    """Rows `ids` (B,K) of x (B,L,D), image by image: (B,K,D)."""
+def gather_patches(x, ids):
+    """The patches or tokens ids (B,K) of x (B,L,D), image by image: (B,K,D)."""
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -77,16 +77,18 @@ def normalize_patches(patches):
     return (patches - mean) / std, mean, std
 
 
-def normalize(pictures, model):
-    """Pictures (b,C,H,W), 0 ... 255, as the model's input."""
-    channels = zip(pictures.unbind(1), model.mean, model.std)          # numbers: nothing is copied
-    return torch.stack([(x / 255 - mean) / std for x, mean, std in channels], dim=1)
+def normalize(images, model):
+    """Images (B,C,H,W) of values 0 ... 255 -> the model's input, float: (x / 255 - mean) / std."""
+    channels = []
+    for x, mean, std in zip(images.unbind(1), model.mean, model.std):
+        channels.append((x / 255 - mean) / std)    # Python floats avoid a copy to the device
+    return torch.stack(channels, dim=1)                                # (B, C, H, W)
 
 
 def denormalize(images, model):
-    """normalize's inverse, as 0 ... 1."""
-    mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1)
-                 for v in (model.mean, model.std))
+    """normalize's inverse, with values 0 ... 1: (B,C,H,W)."""
+    mean = torch.tensor(model.mean, device=images.device).view(-1, 1, 1)   # (C, 1, 1)
+    std = torch.tensor(model.std, device=images.device).view(-1, 1, 1)     # (C, 1, 1)
     return (images.float() * std + mean).clamp(0, 1)
 
 
@@ -97,9 +99,11 @@ def sincos_pos_embed(dim, grid):
     dim/4 frequencies. ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
-    row, col = torch.meshgrid(*(torch.arange(n).double() for n in grid), indexing="ij")  # (h, w)
+    h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
-    col, row = (x.reshape(-1, 1) * frequency for x in (col, row))      # (L, dim/4)
+    row = torch.arange(h).repeat_interleave(w)                         # (L,) of each patch
+    col = torch.arange(w).repeat(h)                                    # (L,)
+    row, col = row[:, None] * frequency, col[:, None] * frequency      # (L, dim/4) each
     table = torch.cat([col.sin(), col.cos(), row.sin(), row.cos()], dim=1)  # (L, dim)
     return F.pad(table, (0, 0, 1, 0))[None].float()                    # (1, 1+L, dim)
 
@@ -115,10 +119,12 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 def visible_count(L, mask_ratio):
     """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
     ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
+    if not 0 < mask_ratio < 1:
+        raise ValueError(f"mask_ratio {mask_ratio} is not between 0 and 1")
     K = int(L * (1 - mask_ratio))
-    if not (0 < mask_ratio < 1 and 0 < K < L):
-        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: it must be between 0 "
-                         f"and 1 and leave at least one visible and one hidden")
+    if not 0 < K < L:
+        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: at least one must be "
+                         f"visible and one hidden")
     return K
 
 
@@ -132,13 +138,15 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                                         # they cover most of it
+        n = 16                                             # rectangles cover most of an image
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
-        area, ratio, y, x = 0.1 + 0.3 * draws[0], 0.3 ** (2 * draws[1] - 1), draws[2], draws[3]
-        rows = ((row + 0.5) / h - y).abs() < (area * ratio).sqrt() / 2  # (B, n, h)
-        cols = ((col + 0.5) / w - x).abs() < (area / ratio).sqrt() / 2  # (B, n, w)
-        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is hidden most
-        noise = noise + (rows[..., None] & cols[:, :, None]).mul(rank).amax(1)  # (B, h, w)
+        area, aspect, y, x = draws                                     # (B, n, 1) each
+        area, aspect = 0.1 + 0.3 * area, 0.3 ** (2 * aspect - 1)       # 0.3 ... 1/0.3 high per wide
+        rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
+        cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
+        inside = rows[:, :, :, None] & cols[:, :, None, :]             # (B, n, h, w)
+        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is hidden first
+        noise = noise + (inside * rank).amax(dim=1)                    # (B, h, w)
     elif kind != "random":
         raise ValueError(f"mask {kind!r} is not one of random, grid, block")
     return noise.flatten(1)                                            # (B, L)
@@ -148,14 +156,15 @@ def masking(noise, mask_ratio):
     """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and
     ids_mask (B,L-K) in the order of the noise, and mask (B,L), 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
-    ids_keep, ids_mask = noise.argsort(dim=1, stable=True).tensor_split([K], dim=1)
-    return ids_keep, ids_mask, torch.ones_like(noise).scatter(1, ids_keep, 0)
+    order = noise.argsort(dim=1, stable=True)                          # (B, L)
+    ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
+    mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
+    return ids_keep, ids_mask, mask
 
 
 # ---------------------------------------------------------------------------------- the transformer
 class Attention(nn.Module):
-    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim), or (B,last,dim) if only the
-    last `last` tokens are wanted."""
+    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim)."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -165,15 +174,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x, last=None):
-        D, W, b = x.shape[2], self.qkv.weight, self.qkv.bias
-        if last is None:
-            qkv = self.qkv(x).split(D, dim=2)                          # (B, N, D) each, ViT eq. 5
-        else:
-            qkv = F.linear(x[:, -last:], W[:D], b[:D]), *F.linear(x, W[D:], b[D:]).split(D, dim=2)
-        q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in qkv)
-        x = F.scaled_dot_product_attention(q, k, v)                    # shape of q, ViT eq. 6, 7
-        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D), or last for N
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=2)                          # (B, N, D) each, ViT eq. 5
+        q = q.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, N, D/heads)
+        k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)           # the same
+        v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)           # the same
+        x = F.scaled_dot_product_attention(q, k, v)                    # the same, ViT eq. 6, 7
+        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D) ViT eq. 8
 
 
 class MLP(nn.Module):
@@ -189,9 +196,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block, (B,N,dim) -> (B,N,dim); in training, drop_path is the probability that an
-    image skips a branch. If only the last `last` tokens are wanted, nothing but keys and values is
-    computed for the others: the same numbers, (B,last,dim)."""
+    """A pre-norm block, (B,N,dim) -> (B,N,dim). In training, drop_path is the probability that an
+    image skips the attention, and that it skips the MLP (stochastic depth)."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -201,9 +207,8 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(mlp_ratio * dim))
         self.drop_path = StochasticDepth(drop_path, mode="row")
 
-    def forward(self, x, last=None):
-        own = x if last is None else x[:, -last:]
-        x = own + self.drop_path(self.attn(self.norm1(x), last))       # ViT eq. 2
+    def forward(self, x):
+        x = x + self.drop_path(self.attn(self.norm1(x)))               # ViT eq. 2
         return x + self.drop_path(self.mlp(self.norm2(x)))             # ViT eq. 3
 
 
@@ -245,15 +250,16 @@ class ViT(nn.Module):
         nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
     def check(self, images):
-        """The number of images, or ValueError if they are not of this model's channels and size."""
+        """The number of images. ValueError if channels or size are not this model's."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
             raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
                              f"{(self.in_chans, *self.img_size)}")
         return len(images)
 
     def mask(self, images, noise, mask_ratio, exact=False):
-        """masking() of noise (B,L; None: random). ValueError if it does not fit the images or,
-        `exact`, if it is a 0/1 mask that shows another number of patches than mask_ratio does."""
+        """masking() of noise (B,L; None: random): ids_keep, ids_mask, mask. ValueError if the noise
+        does not fit the images or, with `exact`, if it is a 0/1 mask that shows another number of
+        patches than mask_ratio does."""
         B, L = self.check(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -267,60 +273,75 @@ class ViT(nn.Module):
         return masking(noise.float(), mask_ratio)
 
     def fixed_noise(self, images):
-        """Random noise (B,L), the same in each call, for figures and measures."""
+        """Random noise (B,L), the same in each call, for figures and analyses."""
         g = torch.Generator().manual_seed(0)
         return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
     def pixels_of(self, mask):
-        """A mask of patches (B,L) as one of pixels (B,1,H,W)."""
+        """A mask of patches (B,L) -> a mask of pixels (B,1,H,W)."""
         p, q = self.patch_size
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
 
     def targets(self, images, ids, normalized=False):
-        """Patches ids (B,M) of images, float32, each normalised on request: (B,M,p*q*C)."""
-        patches = take(patchify(images, self.patch_size), ids).float()
+        """What is to be predicted: the patches ids (B,M) of images (B,C,H,W), float32, each
+        normalised by its own mean and variance on request: (B,M,p*q*C)."""
+        patches = gather_patches(patchify(images, self.patch_size), ids).float()
         return normalize_patches(patches)[0] if normalized else patches
 
-    def fill(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
+    def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Images (B,C,H,W) with predictions pred (B,M,p*q*C) in place of the patches ids (B,M).
         A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
-        patch, which flatters picture and PSNR, or, `leak_free`, from all pixels of ids_keep."""
-        patches, pred = patchify(images, self.patch_size).float(), pred.float()  # (B, L, p*q*C)
+        patch, which flatters the image and its PSNR, or, `leak_free`, from all visible pixels,
+        those of the patches ids_keep (B,K)."""
+        patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
+        pred = pred.float()
         if normalized:
-            known = take(patches, ids)                                 # (B, M, p*q*C) the truth
+            known = gather_patches(patches, ids)                       # (B, M, p*q*C) the truth
             if leak_free:
-                known = take(patches, ids_keep).flatten(1)[:, None]    # (B, 1, K*p*q*C)
-            _, mean, std = normalize_patches(known)
+                known = gather_patches(patches, ids_keep).flatten(1)   # (B, K*p*q*C)
+                known = known[:, None]                                 # (B, 1, K*p*q*C)
+            _, mean, std = normalize_patches(known)                    # (B, M or 1, 1) each
             pred = pred * std + mean
         patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)
         return unpatchify(patches, self.patch_size, self.grid)
 
     def copy_visible(self, decoded, images, mask):
-        """Decoded images (B,C,H,W) with the visible patches copied from images: mask (B,L) is 0."""
+        """Decoded images (B,C,H,W) with the visible patches, where mask (B,L) is 0, copied from
+        images (B,C,H,W)."""
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def embed(self, images, ids_keep=None):
-        """Patches and positions (B,L,D); only the patches ids_keep (B,K), if given: (B,K,D)."""
+        """Patch embeddings with positions (B,L,D), or only those of ids_keep (B,K): (B,K,D)."""
         self.check(images)
-        patches, pos = patchify(images, self.patch_size), self.pos_embed[:, 1:]
+        patches = patchify(images, self.patch_size)                    # (B, L, p*q*C)
+        pos = self.pos_embed[:, 1:]                                    # (1, L, D)
         if ids_keep is not None:
-            patches, pos = take(patches, ids_keep), pos[0][ids_keep]   # (B, K, p*q*C), (B, K, D)
-        proj = self.patch_embed["proj"]                                # a convolution by name only
+            patches = gather_patches(patches, ids_keep)                # (B, K, p*q*C)
+            pos = pos[0][ids_keep]                                     # (B, K, D)
+        # released names need a convolution; of patches it is a linear layer
+        proj = self.patch_embed["proj"]
         weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
         return F.linear(patches, weight, proj.bias) + pos              # ViT eq. 1
 
-    def layers(self, tokens, depth=None):
-        """[CLS] before tokens (B,K,D), and each block's raw output: 1 + depth of (B,1+K,D), from
-        the first `depth` blocks (None: all)."""
-        cls = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
-        maps = [torch.cat([cls, tokens], dim=1)]                       # (B, 1+K, D)
-        for block in self.blocks[:depth]:
-            maps.append(block(maps[-1]))
-        return maps
+    def add_class_token(self, tokens):
+        """Tokens (B,K,D) with the class token before them: (B,1+K,D)."""
+        cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
+        return torch.cat([cls.expand(len(tokens), -1, -1), tokens], dim=1)
 
     def encode(self, tokens):
-        """Tokens (B,K,D) through all blocks and the final norm where there is one: (B,1+K,D)."""
-        return self.norm(self.layers(tokens)[-1])                      # ViT eq. 4, all tokens
+        """Tokens (B,K,D) through all blocks and the final norm, if there is one: (B,1+K,D)."""
+        x = self.add_class_token(tokens)                               # (B, 1+K, D)
+        for block in self.blocks:
+            x = block(x)                                               # (B, 1+K, D)
+        return self.norm(x)                                            # ViT eq. 4, of all tokens
+
+    def layers(self, tokens):
+        """All feature maps of tokens (B,K,D), without the final norm: the first block's input and
+        each block's output, a list of 1 + depth, (B,1+K,D) each."""
+        maps = [self.add_class_token(tokens)]
+        for block in self.blocks:
+            maps.append(block(maps[-1]))
+        return maps
 
     def forward(self, images, ids_keep=None):
         return self.encode(self.embed(images, ids_keep))
@@ -343,53 +364,82 @@ def to_released(model):
     return {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
 
 
+def encoder_sizes(state):
+    """What the shapes in a state dict of our names say about its encoder."""
+    dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
+    blocks = {name.split(".")[2] for name in state if name.startswith("encoder.blocks.")}
+    return dict(dim=dim, depth=len(blocks), patch_size=tuple(patch_size), in_chans=in_chans)
+
+
 def sizes_of(state, path, heads=None):
     """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
     with `heads`, or those of the size in SIZES that is as wide. ValueError if it is no ViT's."""
     try:
-        dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
+        sizes = encoder_sizes(state)
         side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
     except KeyError as error:
         raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
-    heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(dim, heads)
+    heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"], heads)
     if heads is None:
         raise ValueError(f"{path} does not say its number of heads: give --heads")
-    depth = len({name.split(".")[2] for name in state if name.startswith("encoder.blocks.")})
-    return dict(img_size=tuple(side * p for p in patch_size), patch_size=tuple(patch_size),
-                in_chans=in_chans, dim=dim, depth=depth, heads=heads)
+    return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads)
+
+
+def encoder_and_rest(state):
+    """The encoder in a state dict of our names, and the rest of it (a decoder or a head), without a
+    frozen teacher."""
+    encoder = {k: v for k, v in state.items() if k.startswith("encoder.")}
+    rest = {k: v for k, v in state.items() if not k.startswith(("encoder.", "teacher."))}
+    return encoder, rest
 
 
 def transfer(model, state, grid=None):
-    """Start `model` from the encoder in a state dict of our names, and from the rest of it, unless
-    that is another decoder or head (not nine tenths of it alike). Positions of another `grid`
-    (None: a released file's, square) are interpolated; a frozen teacher in either is left alone.
+    """Start `model` from a state dict of our names: from its encoder, and from the rest of it if
+    that is the same in both, by names and shapes. Positions of another `grid` (h, w; None: a
+    released file's, square) are interpolated. A frozen teacher in either is left alone.
 
-    Returns lines that say what was not taken over. ValueError lists every key that does not fit."""
-    own, state = ({k: v for k, v in d.items() if not k.startswith("teacher.")}
-                  for d in (model.state_dict(), state))
-    notes, new_grid = [], model.encoder.grid
-    for name in state.keys() & own.keys() & {"encoder.pos_embed", "decoder_pos_embed"}:
-        L = state[name].shape[1] - 1
-        old_grid = grid or (math.isqrt(L),) * 2
-        if old_grid != new_grid and math.prod(old_grid) == L:
-            state = {**state, name: resize_pos_embed(state[name], old_grid, new_grid)}
-            notes.append(f"interpolated from {old_grid} to {new_grid} patches: {name}")
-    rest, own_rest = ({k: v.shape for k, v in d.items() if not k.startswith("encoder.")}
-                      for d in (state, own))
-    if len(rest.items() & own_rest.items()) < 0.9 * len(rest.items() | own_rest.items()):
-        unknown = rest.keys() - {k for k in rest if grid or k.startswith(DECODER_NAMES)}
-        state = {k: v for k, v in state.items() if k not in rest or k in unknown}
-        own = {k: v for k, v in own.items() if k not in own_rest}
-        for verb, keys in (("not taken over", rest.keys() - unknown), ("fresh", own_rest)):
-            notes += [f"{verb}: {', '.join(sorted({k.split('.')[0] for k in keys}))}"] * bool(keys)
-    errors = [f"{k} is {tuple(state[k].shape)}, here {tuple(own[k].shape)}"
-              for k in own.keys() & state.keys() if state[k].shape != own[k].shape]
-    for k in own.keys() ^ state.keys():
-        if k.startswith("encoder.norm."):                  # which only some models have
-            notes.append(f"{'fresh' if k in own else 'not taken over'}: {k}")
-        else:
-            errors.append(f"{k} is {'missing' if k in own else 'left over'}")
+    Returns lines that say what was not taken over. ValueError says what does not fit."""
+    encoder, rest = encoder_and_rest(state)
+    own_encoder, own_rest = encoder_and_rest(model.state_dict())
+    theirs, ours = encoder_sizes(encoder), encoder_sizes(own_encoder)
+    if theirs != ours:
+        text = ("width {dim}, depth {depth}, patch {patch_size[0]}x{patch_size[1]}, "
+                "channels {in_chans}")
+        raise ValueError(f"the file: {text.format(**theirs)}; here {text.format(**ours)}")
+
+    resized, new_grid = {}, model.encoder.grid
+    for part, name in ((encoder, "encoder.pos_embed"), (rest, "decoder_pos_embed")):
+        if name in part:
+            L = part[name].shape[1] - 1
+            old_grid = grid or (math.isqrt(L), math.isqrt(L))
+            if old_grid != new_grid and math.prod(old_grid) == L:
+                part[name] = resize_pos_embed(part[name], old_grid, new_grid)
+                resized[name] = f"interpolated from {old_grid} to {new_grid} patches: {name}"
+
+    notes, errors = [], []
+    if {k: v.shape for k, v in rest.items()} != {k: v.shape for k, v in own_rest.items()}:
+        if grid is None:                                   # a released file, perhaps not a MAE's
+            errors += [f"{k} is left over" for k in rest if not k.startswith(DECODER_NAMES)]
+        for verb, part in (("not taken over", rest), ("fresh", own_rest)):
+            if part:
+                notes.append(f"{verb}: {', '.join(sorted({k.split('.')[0] for k in part}))}")
+        rest = {}
+    for k in sorted(encoder.keys() | own_encoder.keys()):
+        if k in encoder and k in own_encoder:
+            was, here = tuple(encoder[k].shape), tuple(own_encoder[k].shape)
+            if was != here:
+                errors.append(f"{k} is {was}, here {here}")
+        elif k == "encoder.norm.weight" and k in encoder:
+            notes.append("not taken over: encoder.norm (expected: mean pooling has its own norm, "
+                         "some methods have none)")
+        elif k == "encoder.norm.weight":
+            notes.append("fresh: encoder.norm (expected: some methods have none)")
+        elif k != "encoder.norm.bias":
+            errors.append(f"{k} is {'left over' if k in encoder else 'missing'}")
     if errors:
-        raise ValueError("; ".join(sorted(errors)))
-    model.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
-    return sorted(notes)
+        more = f"; and {len(errors) - 4} more" if len(errors) > 4 else ""
+        raise ValueError("; ".join(errors[:4]) + more)
+
+    taken = {k: v for k, v in (encoder | rest).items() if k in (own_encoder | own_rest)}
+    model.load_state_dict(taken, strict=False)
+    return sorted(notes + [note for name, note in resized.items() if name in taken])

@@ -12,11 +12,11 @@ from torch import nn
 
 from crossmae import CrossMAE
 from finetune import Classifier
-from hypermae import HyperMAE
+from hypermae import HyperMAE, grid_coords
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from vit import MLP, from_released
+from vit import MLP, from_released, gather_patches
 
 EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pred_indices", "psnr",
             "modulation_matrix", "pred_returned", "pixels", "modulations", "hyponet_weights",
@@ -67,13 +67,21 @@ def gradients(model, loss, fixture, released=lambda name: name):
             for name in names}
 
 
+def in_raster_order(pred, ids_keep, ids_mask):
+    """Predictions (B,L,N) in noise order, visible patches first, in raster order."""
+    return gather_patches(pred, torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1))
+
+
 def replay_mae(fixture):
     config = fixture["config"]
     model = MAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"])
     prepare(model, config, from_released(fixture["state_dict"]))
-    loss, _ = model(fixture["images"], fixture["noise"])
+    images, noise = fixture["images"], fixture["noise"]
+    loss, _ = model(images, noise)
     with torch.no_grad():
-        pred = model.predict(fixture["images"], fixture["noise"])
+        ids_keep, ids_mask, mask = model.encoder.mask(images, noise, model.mask_ratio)
+        pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask, mask.shape[1])
+        pred = in_raster_order(pred, ids_keep, ids_mask)
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
 
 
@@ -94,7 +102,7 @@ def replay_crossmae(fixture):
     loss, _ = model(images, noise)
     with torch.no_grad():                                  # as in training: only the predicted ones
         ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-        ids = model.subset(noise, ids_keep, ids_mask).sort(dim=1).values
+        ids = ids_mask[:, model.skipped:].sort(dim=1).values
         pred = model.decode(model.encode(images, ids_keep), ids)
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
 
@@ -118,9 +126,11 @@ def replay_hypermae(fixture):
         pe_dim=config["pe_dim"], pe_sigma=config["pe_sigma"], out_bias=config["out_bias"])
     prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
                             for name in model.state_dict()})
-    loss, _ = model(fixture["images"], fixture["noise"])
+    images, noise = fixture["images"], fixture["noise"]
+    loss, _ = model(images, noise)
     with torch.no_grad():
-        pred = model.predict(fixture["images"], fixture["noise"])
+        ids_keep, _, _ = model.encoder.mask(images, noise, model.mask_ratio)
+        pred = model.decode(grid_coords(model.encoder.grid), model.encode(images, ids_keep))
     return {"loss": loss.detach(), "pred": pred,
             "grads": gradients(model, loss, fixture, released)}
 
@@ -152,7 +162,7 @@ def replay_minr(fixture):
             bias and bias[0].copy_(value[-1])
     tokens = fixture["weight_tokens"].clone().requires_grad_()
     coords = fixture["coords"]                             # (B, H, W, 2)
-    pred = model.inr(coords.flatten(1, 2), model.modulate(tokens)).view(fixture["target"].shape)
+    pred = model.decode(coords.flatten(1, 2), model.modulate(tokens)).view(fixture["target"].shape)
     loss = (pred - fixture["target"]).square().mean()
     loss.backward()
 
@@ -177,12 +187,16 @@ def replay_imae(fixture):
                             for name in model.state_dict()})
     model.norm_pix_loss = False                            # the release accepts and ignores it
     model.distill_weight = float(config["distill"])
-    names = [f"teacher_latent_{x}" for x in (("x1", "x2") if a <= 0.5 else ("x2", "x1"))]
-    model.teach = lambda images, ids_keep: torch.cat([fixture[name] for name in names])
     x1, x2, noise = fixture["x1"], fixture["x2"], fixture["noise"]
+    model.teach = lambda images, ids_keep: fixture[        # it gets either image as it is
+        "teacher_latent_x1" if torch.equal(images, x1) else "teacher_latent_x2"]
     loss, _ = model(x1, noise, x2, a)
     with torch.no_grad():
-        pred = model.run(x1, x2, a, noise, model.mask_ratio)[0]
+        ids_keep, ids_mask, mask = model.encoder.mask(x1, noise, model.mask_ratio)
+        pred = []
+        for z in model.encode(a * x1 + (1 - a) * x2, ids_keep):
+            decoded = model.decode(z, ids_keep, ids_mask, mask.shape[1])
+            pred.append(in_raster_order(decoded, ids_keep, ids_mask))
     return {"loss": loss.detach(), "pred": pred,
             "grads": gradients(model, loss, fixture, released)}
 

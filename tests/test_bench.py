@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import bench
-from tests.test_methods import giga_macs
+from tests.test_costs import giga_macs
 from train import METHODS, as_table
 
 TINY = "--size tiny --dim 32 --depth 4 --heads 2 --img_size 32 --patch_size 8".split()

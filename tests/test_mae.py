@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mae import MAE
 from tests.test_methods import build, images_and_noise
 
 
@@ -13,6 +14,19 @@ def test_inter_block_attention_mixes_all_maps():
     with torch.no_grad():                                  # the last map alone is plain MAE
         model.map_weights.copy_(torch.tensor([0.0, 0.0, 1.0]))
     assert torch.allclose(model(images, noise)[0], build("mae")(images, noise)[0], atol=1e-6)
+
+
+def test_initial_weights_of_the_mix():
+    """N(0, 1/n) of n maps (CrossMAE Sec. 3.4): of 300 models with two, and of 200 with five."""
+    for depth, count in ((1, 300), (4, 200)):
+        n, weights = depth + 1, []
+        for seed in range(count):
+            torch.manual_seed(seed)
+            weights.append(MAE(4, 2, 1, 4, depth, 1, decoder_dim=4, decoder_depth=0,
+                               decoder_heads=1, inter_block_attention=True).map_weights)
+        scaled = torch.cat(weights).detach() * n ** 0.5
+        assert abs(scaled.std() - 1) < 0.08 and abs(scaled.mean()) < 0.1
+        assert 0.63 < (scaled.abs() < 1).float().mean() < 0.73         # normal: 0.68
 
 
 def test_attention_of_an_mae():

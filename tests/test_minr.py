@@ -13,7 +13,7 @@ from tests.test_methods import build, images_and_noise
 
 def tokens_of(model, images, noise):
     ids_keep, _, mask = model.encoder.mask(images, noise, model.mask_ratio)
-    return model.hyper(images, ids_keep, mask)
+    return model.encode(images, ids_keep, mask)
 
 
 @pytest.mark.parametrize("kind", ["ginr", "transinr"])
@@ -21,7 +21,7 @@ def test_render_is_the_reconstruction(kind):
     """At its own size exactly, at three times it in the middle of each pixel, at any other too."""
     model, (images, noise) = build("minr", hypernetwork=kind), images_and_noise()
     native = model.render(images, (16, 24), noise)
-    assert torch.equal(native, model.reconstruct_all(images, noise)[0])
+    assert torch.equal(native, model.reconstruct(images, noise)[0])
     larger = model.render(images, (48, 72), noise)
     assert torch.allclose(larger[:, :, 1::3, 1::3], native, atol=1e-5)
     assert model.render(images, (5, 9), mask_ratio=0.5).shape == (3, 3, 5, 9)
@@ -58,25 +58,25 @@ def test_what_the_hypernetwork_reads(visible_only):
     ids_keep, _, mask = model.encoder.mask(images, noise, 0.75)
     zeroed = images * (1 - model.encoder.pixels_of(mask))
     tokens = model.encoder.embed(images, ids_keep) if visible_only else model.encoder.embed(zeroed)
-    x = model.encoder.layers(tokens, 0)[0]                 # with the class token
+    x = model.encoder.add_class_token(tokens)
     x = torch.cat([x, model.weight_tokens.expand(3, -1, -1)], dim=1)
     for block in model.encoder.blocks:
         x = block(x)
-    assert torch.allclose(model.hyper(images, ids_keep, mask), x[:, -4:], atol=1e-6)
+    assert torch.allclose(model.encode(images, ids_keep, mask), x[:, -4:], atol=1e-6)
 
 
 def test_bfloat16_keeps_high_frequencies(monkeypatch):
     """Phases reach pi sigma: in bfloat16 they would be noise. All hidden layers are in it."""
     model, (images, noise) = build("minr", ff_dim=16, ff_sigma=1024.0), images_and_noise()
-    whole, seen, relu = model.predict(images, noise), [], F.relu
+    whole, seen, relu = model.reconstruct(images, noise)[0], [], F.relu
     monkeypatch.setattr(F, "relu", lambda x: (seen.append(x.dtype), relu(x))[1])
 
     def off(images):
-        return (model.predict(images, noise).float() - whole).abs().max()
+        return (model.reconstruct(images, noise)[0].float() - whole).abs().max()
     with torch.autocast("cpu", torch.bfloat16):
         assert off(images) < 0.05
         layers = model.modulate(tokens_of(model, images, noise))
-        assert model.inr(torch.zeros(4, 2), layers).dtype == torch.float32   # as colours are
+        assert model.decode(torch.zeros(4, 2), layers).dtype == torch.float32   # as colours are
     assert {*seen} == {torch.bfloat16}                     # biases promote no hidden layer
     model.bfloat16()
     assert off(images.bfloat16()) < 0.05
@@ -88,9 +88,9 @@ def test_bfloat16_keeps_high_frequencies(monkeypatch):
 def test_pixels_of_a_training_step(monkeypatch):
     """pixel_fraction: so many different ones, and an unbiased loss. coord_jitter: each coordinate
     moves, within its pixel. Evaluation takes all, in the middle."""
-    seen, inr, (images, noise) = [], MINR.inr, images_and_noise()
-    monkeypatch.setattr(MINR, "inr", lambda self, coords, layers: (
-        seen.append(coords), inr(self, coords, layers))[1])
+    seen, decode, (images, noise) = [], MINR.decode, images_and_noise()
+    monkeypatch.setattr(MINR, "decode", lambda self, coords, layers: (
+        seen.append(coords), decode(self, coords, layers))[1])
     model = build("minr", pixel_fraction=0.3)
     losses = [model(images, noise)[0] for _ in range(200)]
     assert all(c.shape == (116, 2) for c in seen)          # 0.3 * 384, rounded up
@@ -101,6 +101,21 @@ def test_pixels_of_a_training_step(monkeypatch):
     moved = (seen[-1] - seen[-2]).abs()
     assert (moved <= torch.tensor([1 / 16, 1 / 24]) + 1e-6).all() and moved.max() > 0.05
     assert torch.equal(seen[-2], grid_coords((16, 24)))
+
+
+@pytest.mark.parametrize("loss_on", ["all", "masked"])
+def test_parts_of_a_batch(loss_on):
+    """The mean loss of a batch's parts is its loss, also if they render a share of the pixels."""
+    model = build("minr", pixel_fraction=0.3, loss_on=loss_on)
+    images, noise = images_and_noise(6)
+    parts = []
+    for start in (0, 2, 4):
+        torch.manual_seed(1)                               # the same pixels
+        parts.append(model(images[start:start + 2], noise[start:start + 2])[0])
+    torch.manual_seed(1)
+    assert torch.allclose(torch.stack(parts).mean(), model(images, noise)[0], atol=1e-7)
+    losses = torch.stack([model(images, noise)[0] for _ in range(200)])
+    assert torch.allclose(losses.mean(), model.eval()(images, noise)[0], rtol=0.02)
 
 
 @pytest.mark.parametrize("name, config", [
