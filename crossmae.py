@@ -44,8 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, normalize,
-                 normalize_patches, sincos_pos_embed, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, InputError, ViT, init_weights,
+                 normalize, normalize_patches, sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
@@ -54,7 +54,7 @@ class CrossAttention(nn.Module):
     def __init__(self, dim, context_dim, heads):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"width {dim} is not a multiple of {heads} heads")
+            raise InputError(f"width {dim} is not a multiple of {heads} heads")
         self.heads = heads
         self.q = nn.Linear(dim, dim)
         self.kv = nn.Linear(context_dim, 2 * dim)
@@ -132,13 +132,13 @@ class CrossMAE(nn.Module):
         L, K = self.encoder.num_patches, visible_count(self.encoder.num_patches, mask_ratio)
         self.skipped = int(L * (mask_ratio - prediction_ratio))        # Sec. 3.3; item 2
         if prediction_ratio > mask_ratio:
-            raise ValueError(f"prediction_ratio {prediction_ratio} must be at most mask_ratio "
+            raise InputError(f"prediction_ratio {prediction_ratio} must be at most mask_ratio "
                              f"{mask_ratio}: give both")
         if not (prediction_ratio > 0 and K + self.skipped < L):
-            raise ValueError(f"prediction_ratio {prediction_ratio} must be larger: it predicts "
+            raise InputError(f"prediction_ratio {prediction_ratio} must be larger: it predicts "
                              f"none of {L} patches")
         if decoder_depth < 1:
-            raise ValueError(f"decoder_depth {decoder_depth} is less than 1")
+            raise InputError(f"decoder_depth {decoder_depth} is less than 1")
         self.lr_scale = prediction_ratio / mask_ratio    # A.6: lr = gamma base_lr batch / (256 p)
         p, q = self.encoder.patch_size
 
@@ -155,14 +155,14 @@ class CrossMAE(nn.Module):
             blocks = [blocks] if isinstance(blocks, (int, str)) else list(blocks)
             if (not set(blocks) <= set(range(depth)) or depth - 1 not in blocks
                     or len(set(blocks)) < len(blocks)):
-                raise ValueError(f"feature_maps {feature_maps} is not all, last or a list of "
+                raise InputError(f"feature_maps {feature_maps} is not all, last or a list of "
                                  f"different blocks from 0 to {depth - 1} that includes the last")
             self.map_ids = sorted(int(i) + 1 for i in blocks)          # in the list of ViT.layers
             if include_input is not False:
                 self.map_ids.insert(0, 0)                              # Sec. 3.4, A.5
             n = len(self.map_ids)
             if softmax_weights and n == 1:
-                raise ValueError("softmax_weights of one map are 1: mix more")
+                raise InputError("softmax_weights of one map are 1: mix more")
             self.map_proj = nn.ModuleList(
                 nn.Linear(dim, dim) for _ in range(n if project_maps else 0))
             self.dec_norms = nn.ModuleList(
@@ -170,7 +170,7 @@ class CrossMAE(nn.Module):
             self.wfm = nn.ModuleDict({                                 # named as released
                 "linear": nn.Linear(n, decoder_depth, bias=False)})
         elif include_input or softmax_weights or project_maps:
-            raise ValueError("feature_maps last mixes nothing: it excludes include_input, "
+            raise InputError("feature_maps last mixes nothing: it excludes include_input, "
                              "softmax_weights and project_maps")
         self.apply(init_weights)
         if mixes:

@@ -1,9 +1,11 @@
-"""What an encoder has learnt: fine-tune it, probe it linearly or by nearest neighbours, or compare
-it with the same network from scratch: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
+"""What an encoder has learnt: fine-tune it, probe it linearly or by nearest neighbours, compare it
+with the same network from scratch, or evaluate a fine-tuned checkpoint, one's own or a released
+one: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
 
 The recipes are those of He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022),
 Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the released code adds.
-Data, processes, checkpoints and the loop are train.py's.
+Data, processes, checkpoints and the loop are train.py's: finetune opens the data, builds a
+Classifier and hands both to train.fit.
 
 Where paper and released code differ, or torchvision does from both, and what is done here:
   1. The papers' RandAugment (9, 0.5) varies its magnitude around 9 of 10; torchvision's is fixed
@@ -17,6 +19,8 @@ Where paper and released code differ, or torchvision does from both, and what is
 """
 
 import argparse
+import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,10 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (LAYOUT, SHARED, add_flags, add_options, crop_batch, crop_transform, fill, fit,
-                   initialize, mean_over_processes, name_run, number, open_data, read, run,
-                   val_batches, vit_config)
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, normalize
+from train import (HELP, LAYOUT, SHARED, add_flags, add_options, apply_recipe, autocast,
+                   bounded_number, crop_batch, crop_transform, fit, initialize, mean_over_processes,
+                   name_run, open_data, read, run_cli, val_batches, vit_config)
+from vit import IMAGENET_MEAN, IMAGENET_STD, InputError, ViT, normalize
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
@@ -38,9 +42,12 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
 LINEAR = dict(  # MAE Table 10, with SGD for LARS
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-RECIPES = {"finetune": FINETUNE, "linear": LINEAR, "knn": FINETUNE,
-           "scratch": dict(FINETUNE, layer_decay=1.0)}     # no layer is pretrained
-SMALL = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, see train.fill
+SMALL = dict(  # ours, for small images and the micro encoder, see train.apply_recipe
+    batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
+RECIPES = {  # mode: recipe and small
+    "finetune": (FINETUNE, dict(SMALL, lr=2e-3)), "linear": (LINEAR, SMALL),
+    "knn": (FINETUNE, SMALL), "eval": (FINETUNE, SMALL),
+    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
 
 
 class Classifier(nn.Module):
@@ -109,85 +116,129 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """{"top1", "top5"} of val in %, where score(pictures) -> (b,classes), and None: no picture."""
-    sums, count = {"top1": 0, "top5": 0}, 0
-    for _, pictures, labels in val_batches(val, args, img_size, args.eval_images):
-        scores = score(pictures)
-        right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]  # (b, 5)
+    """{"top1", "top5"} of val in %, where score(images) -> (b,classes), and None: no picture."""
+    sums, count = {"top1": 0, "top5": 0}, 0                # a process without images reports zeros
+    for _, images, labels in val_batches(val, args, img_size, args.eval_images):
+        with autocast(args):
+            scores = score(images)
+        right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
         sums["top5"] += 100 * right.sum()
         count += len(labels)
     return mean_over_processes(sums, count, args), None
 
 
+def classify(model, images):
+    """Images (b,C,H,W), 0 ... 255, by a Classifier in eval mode -> (b,classes)."""
+    return model.eval().logits(normalize(images, model))
+
+
 @torch.no_grad()
 def knn(model, train, args, img_size, temperature=0.07):
-    """score(pictures) -> (b,classes): votes of the --k most similar training pictures, each worth
+    """score(images) -> (b,classes): votes of the --k most similar training images, each worth
     exp(cosine / temperature) (Wu et al. 2018). Features: as --pool says, of unit length."""
-    def embed(pictures):
-        images = normalize(pictures, model)
-        with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
-            features = model.features(images)
+    def embed(images):
+        with autocast(args):
+            features = model.features(normalize(images, model))
         return F.normalize(features.float(), dim=1)                    # (b, D)
 
     bank = torch.zeros(len(train.labels), model.encoder.dim, device=args.device)     # (N, D)
     bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)
-    for ids, pictures, labels in val_batches(train, args, img_size):
-        bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(pictures), labels
+    for ids, images, labels in val_batches(train, args, img_size):
+        bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(images), labels
     if args.world > 1:                                     # each process has filled rows of its own
         dist.all_reduce(bank)
         dist.all_reduce(bank_labels)
 
-    def score(pictures):
-        cosine, ids = (embed(pictures) @ bank.T).topk(min(args.k, len(bank)))        # (b, k)
+    def score(images):
+        cosine, ids = (embed(images) @ bank.T).topk(min(args.k, len(bank)))          # (b, k)
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
-        return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())
+        return votes.scatter_add(1, bank_labels[ids], (cosine.float() / temperature).exp())
     return score
 
 
-def keep_labels(split, share, seed):
-    """Leave a share of each class's pictures in the split, chosen by the seed, at least one."""
+def keep_labels(dataset, share, seed):
+    """Leave a share of each class's images in the dataset, chosen by the seed, at least one."""
     g, keep = torch.Generator().manual_seed(seed), []
-    for c in range(len(split.classes)):                    # list_folder has seen some in each
-        ids = (split.labels == c).nonzero().flatten()
+    for c in range(len(dataset.classes)):                  # list_folder has seen some in each
+        ids = (dataset.labels == c).nonzero().flatten()
         n = max(1, round(share * len(ids)))
         keep += ids[torch.randperm(len(ids), generator=g)[:n]].tolist()
-    split.labels, split.unreadable = split.labels[keep], split.unreadable[keep].share_memory_()
-    split.pictures = (split.pictures[keep] if torch.is_tensor(split.pictures) else
-                      [split.pictures[i] for i in keep])
+    dataset.labels = dataset.labels[keep]
+    dataset.unreadable = dataset.unreadable[keep].share_memory_()
+    if torch.is_tensor(dataset.images):
+        dataset.images = dataset.images[keep]
+    else:
+        dataset.images = [dataset.images[i] for i in keep]
+
+
+def evaluate_checkpoint(args):
+    """--mode eval: top-1 and top-5 of a checkpoint with a head. Nothing is written."""
+    content = read(args.checkpoint, args.heads)
+    state, config = content["model"], content["config"]
+    if content["method"] is None and "head.weight" in state:           # a released one
+        pool = "mean" if "fc_norm.weight" in state else "token"
+        config = dict(config, classes=len(state["head.weight"]), pool=pool)
+    elif content["method"] != "classifier":
+        raise InputError(f"{args.checkpoint} has no head to classify with: --mode finetune or "
+                         f"linear trains one")
+    args.data = args.data or content["flags"].get("data")
+    if args.data is None:
+        raise InputError(f"{args.checkpoint} does not name its data: give --data FOLDER")
+    args.batch_size = args.batch_size or 250 * args.world
+    _, val, img_size = open_data(args.data, config["img_size"], args)
+    classes = content.get("classes", val.classes)
+    if len(val.classes) != config["classes"] or val.classes != classes:
+        raise InputError(f"{args.checkpoint} knows {config['classes']} classes, --data {args.data} "
+                         f"has {len(val.classes)} or others: {', '.join(val.classes[:3])} ...")
+    model = Classifier(**config).to(args.device)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise InputError(f"{args.checkpoint} does not fit a classifier: "
+                         f"{' '.join(str(error).split())[:200]}") from None
+    row, _ = evaluate(partial(classify, model), val, args, img_size)
+    n = min(args.eval_images or math.inf, len(val.labels))
+    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}")
+    return row
 
 
 def finetune(args):
     """A parsed command line of finetune.py, from data to the last epoch."""
     if not args.checkpoint and args.mode != "scratch":
-        raise ValueError(f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
-    source = read(args.checkpoint, args.heads) if args.checkpoint else {"config": {}, "flags": {}}
-    args.data = args.data or source["flags"].get("data", "shapes")
+        raise InputError(f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
+    if args.mode == "eval":
+        return evaluate_checkpoint(args)
+    source = {"config": {}, "flags": {}, "model": {}}
+    if args.checkpoint:
+        source = read(args.checkpoint, args.heads)
+    given_data, args.data = args.data, args.data or source["flags"].get("data", "shapes")
     path = Path(args.checkpoint or "scratch").absolute()   # runs/NAME/last.pt or a released file
-    name = path.parent.name if path.stem == "last" else path.stem
-    name_run(args, f"{name}_{args.mode if args.checkpoint else Path(args.data).resolve().name}")
-    img_size = args.img_size or source["config"].get("img_size")
-    train, val, img_size = open_data(args.data, img_size, args)
+    words = [path.parent.name if path.stem == "last" else path.stem]
+    words += [args.mode] if args.checkpoint else []
+    if not args.checkpoint or given_data not in (None, source["flags"].get("data")):
+        words.append(Path(args.data).resolve().name)
+    words += [f"{args.labels:g}"] if args.labels < 1 else []
+    name_run(args, "_".join(words))
+    train, val, img_size = open_data(
+        args.data, args.img_size or source["config"].get("img_size"), args)
     if not train.classes:
-        raise ValueError(f"--data {args.data} has no labels: give class folders in train/ and val/")
+        raise InputError(f"--data {args.data} has no labels: give class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
-    config = vit_config(args, img_size)
-    given = {k for k in config if getattr(args, k, None)} | {"img_size", *SIZES.get(args.size, ())}
-    config |= {k: v for k, v in source["config"].items() if k in config and k not in given}
-    args.dim = config["dim"]                               # by which fill knows the micro encoder
-    small = SMALL if args.mode == "linear" else dict(SMALL, lr=2e-3)
-    fill(args, RECIPES[args.mode], small, img_size)
+    config = vit_config(args, img_size, source["config"])
+    apply_recipe(args, *RECIPES[args.mode], config, len(train.labels))
     if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)
     config.update(
         classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
         drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
-        norm="encoder.norm.weight" in source.get("model", {}),
+        norm="encoder.norm.weight" in source["model"],
         mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
     if args.mode != "scratch":
-        print(*initialize(model, args.checkpoint), sep="\n")
+        initialize(model, source, args.checkpoint)
+    del source                                             # its weights are in the model now
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
@@ -197,43 +248,52 @@ def finetune(args):
     if args.erasing:
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
     streamed = bool(more) or train.transform is not None
-    if streamed:                                           # picture by picture, in workers
+    if streamed:                                           # image by image, in workers
         train.transform = crop_transform(img_size, args, *more)
-        if torch.is_tensor(train.pictures):
-            train.pictures = train.pictures.cpu()
+        if torch.is_tensor(train.images):
+            train.images = train.images.cpu()
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
 
-    def prepare(pictures, labels):
+    def make_inputs(images, labels):
         """The model's arguments: images and targets."""
-        images = normalize(pictures if streamed else crop_batch(pictures, img_size, args), model)
+        images = normalize(images if streamed else crop_batch(images, img_size, args), model)
         ratio = args.mix_ratio
         if ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
             return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
-    def score(pictures):
-        return model.eval().logits(normalize(pictures, model))
-    return fit(args, model, layer_decay_groups(model, args.weight_decay, args.layer_decay), train,
-               val, prepare, lambda: evaluate(score, val, args, img_size),
+    groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
+    return fit(args, model, groups, train, val, make_inputs,
+               partial(evaluate, partial(classify, model), val, args, img_size),
                method="classifier", config=config)
 
 
 def main(argv=None):
-    """`python finetune.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
+    """`python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
     parser = argparse.ArgumentParser("finetune.py", **LAYOUT)
     option = parser.add_argument
-    option("--mode", choices=RECIPES, default="finetune", help="(finetune)")
-    recipe = RECIPES[parser.parse_known_args(argv)[0].mode]
-    option("--checkpoint", metavar="FILE", help="train.py's, or a released MAE, CrossMAE, timm one")
-    option("--labels", type=number(float, 0, 1), default=1.0, help="share of each class (1)")
-    option("--pool", choices=("mean", "token"), default="mean", help="of the tokens (mean)")
-    option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
+    option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
+           help="finetune, linear (probe), knn (nearest neighbours), scratch (no checkpoint), eval "
+                "(of a fine-tuned checkpoint) (finetune)")
+    mode = parser.parse_known_args(argv)[0].mode
+    option("--checkpoint", metavar="FILE", help="of train.py, or released by MAE, CrossMAE or timm")
+    option("--labels", type=bounded_number(float, 0, 1), default=1.0, metavar="X",
+           help="share of each class's labels to train on, at least one (1)")
+    option("--pool", choices=("mean", "token"), default="mean",
+           help="features: mean of the patch tokens, or the class token (mean)")
+    option("--k", type=bounded_number(int, 1), default=20, metavar="N",
+           help="neighbours of --mode knn (20)")
     add_options(parser)
-    add_flags(parser, "recipe (blr: lr for a batch of 256)", {**SHARED, **recipe})
-    parser.description = f"Fine-tune or probe an encoder. Up to 64 pixels or micro: {SMALL}"
-    return run(parser, finetune, argv)
+    recipe, small = RECIPES[mode]
+    add_flags(parser, f"recipe of --mode {mode}", {**SHARED, **recipe}, small, HELP)
+    parser.set_defaults(pairs=False, own_draws=True)       # drop path differs between pieces
+    parser.description = (
+        f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
+        f"Fine-tune or evaluate an encoder. In parentheses: the value without the flag;\n"
+        f"small images are those up to 64 pixels, and any for --size micro.")
+    return run_cli(parser, finetune, argv)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, visible_count
+from vit import IMAGENET_MEAN, IMAGENET_STD, Block, InputError, ViT, init_weights, visible_count
 
 
 def grid_coords(size, device=None):
@@ -93,19 +93,19 @@ class HyperMAE(nn.Module):
                  pe_sigma=1024.0, out_bias=0.5, relu_around_m=False, loss_on="masked"):
         super().__init__()
         if not 0 <= modulated_layer <= mlp_depth - 2:
-            raise ValueError(f"modulated_layer {modulated_layer} is not between 0 and mlp_depth "
+            raise InputError(f"modulated_layer {modulated_layer} is not between 0 and mlp_depth "
                              f"{mlp_depth} - 2: the last layer gives pixels")
         if not 0 <= shared_blocks <= min(feat2w_depth, depth) or feat2w_depth < 1:
-            raise ValueError(f"shared_blocks {shared_blocks} is not between 0 and feat2w_depth "
+            raise InputError(f"shared_blocks {shared_blocks} is not between 0 and feat2w_depth "
                              f"{feat2w_depth} (at least 1) and the encoder's {depth} blocks")
         if pe_dim < 2 or pe_dim % 2:
-            raise ValueError(f"pe_dim {pe_dim} is not even and at least 2")
+            raise InputError(f"pe_dim {pe_dim} is not even and at least 2")
         for name, value in dict(pe_sigma=pe_sigma, n_weight_tokens=n_weight_tokens,
                                 hidden_dim=hidden_dim).items():
             if not value >= 1:
-                raise ValueError(f"{name} {value} is less than 1")
+                raise InputError(f"{name} {value} is less than 1")
         if loss_on not in ("masked", "all"):
-            raise ValueError(f"loss_on {loss_on} is not masked or all")
+            raise InputError(f"loss_on {loss_on} is not masked or all")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
         self.mask_ratio, self.norm_pix_loss, self.loss_on = mask_ratio, norm_pix_loss, loss_on
         self.modulated_layer, self.relu_around_m = modulated_layer, relu_around_m

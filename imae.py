@@ -39,8 +39,8 @@ Where paper and release differ, and what is done here:
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair,
-                 sincos_pos_embed, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, InputError, ViT, denormalize, init_weights,
+                 pair, sincos_pos_embed, visible_count)
 
 MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section 2, Figures 2 and 4
 
@@ -82,15 +82,15 @@ class IMAE(nn.Module):
                  distill_weight: float = None):
         super().__init__()
         if branches not in (1, 2):
-            raise ValueError(f"branches {branches} is not 1 or 2")
+            raise InputError(f"branches {branches} is not 1 or 2")
         if not beta > 0:
-            raise ValueError(f"beta {beta} is not above 0")
+            raise InputError(f"beta {beta} is not above 0")
         if distill_weight is None:
             distill_weight = 1.0 if teacher else 0.0
         if not distill_weight >= 0:
-            raise ValueError(f"distill_weight {distill_weight} is less than 0")
+            raise InputError(f"distill_weight {distill_weight} is less than 0")
         if distill_weight > 0 and not teacher:
-            raise ValueError(f"distill_weight {distill_weight} needs a teacher: --teacher FILE")
+            raise InputError(f"distill_weight {distill_weight} needs a teacher: --teacher FILE")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
         visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
@@ -117,7 +117,7 @@ class IMAE(nn.Module):
         """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
         dominant); mix, the weight of images, is a number or (B,). ValueError if shapes differ."""
         if partners.shape != images.shape:
-            raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
+            raise InputError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         x1 = torch.where(a <= 0.5, images, partners)                   # subordinate
         x2 = torch.where(a <= 0.5, partners, images)                   # dominant
@@ -301,7 +301,7 @@ def check_same_class(labels, classes, same_class):
     sizes = labels.unique(return_counts=True)[1]
     if same_class is not None and (not classes or same_class > 0 and sizes.min() < 2
                                    or same_class < 1 and len(sizes) < 2):
-        raise ValueError(f"--same_class {same_class} needs class folders, of two and more images "
+        raise InputError(f"--same_class {same_class} needs class folders, of two and more images "
                          f"each for a share above 0, two and more for one below 1")
 
 
@@ -312,11 +312,11 @@ def teacher_of(checkpoint, config):
     sizes, state = checkpoint["config"], checkpoint["model"]
     if (checkpoint.get("method") not in ("mae", None) or "map_weights" in state
             or not state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"}):
-        raise ValueError("the teacher is not an MAE with a decoder, or has inter-block attention")
+        raise InputError("the teacher is not an MAE with a decoder, or has inter-block attention")
     theirs = {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}
     for name in ("img_size", "patch_size", "decoder_dim"):
         if pair(theirs[name]) != pair(config[name]):
-            raise ValueError(f"the teacher has {name} {theirs[name]}, this model {config[name]}")
+            raise InputError(f"the teacher has {name} {theirs[name]}, this model {config[name]}")
     return ({name: sizes[name] for name in ("dim", "depth", "heads")},
             {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})
 

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, pair, visible_count
+from vit import InputError, ViT, pair, visible_count
 
 
 def grid_coords(size, device=None):
@@ -103,20 +103,20 @@ class MINR(nn.Module):
                  encode_visible_only=False):
         super().__init__()
         if hypernetwork not in ("ginr", "transinr"):
-            raise ValueError(f"hypernetwork {hypernetwork} is not ginr or transinr")
+            raise InputError(f"hypernetwork {hypernetwork} is not ginr or transinr")
         ginr = hypernetwork == "ginr"
         groups = (256 if ginr else 64) if groups is None else groups   # item 7
         ff_sigma = (128.0 if ginr else 1024.0) if ff_sigma is None else ff_sigma
         if loss_on not in ("all", "masked"):
-            raise ValueError(f"loss_on {loss_on} is not all or masked")
+            raise InputError(f"loss_on {loss_on} is not all or masked")
         if not 0 < pixel_fraction <= 1:
-            raise ValueError(f"pixel_fraction {pixel_fraction} is not above 0 and at most 1")
+            raise InputError(f"pixel_fraction {pixel_fraction} is not above 0 and at most 1")
         if ff_dim < 2 or ff_dim % 2:
-            raise ValueError(f"ff_dim {ff_dim} is not even and at least 2")
+            raise InputError(f"ff_dim {ff_dim} is not even and at least 2")
         for name, value in dict(ff_sigma=ff_sigma, mlp_depth=mlp_depth, hidden_dim=hidden_dim,
                                 groups=groups).items():
             if not value >= 1:
-                raise ValueError(f"{name} {value} is less than 1")
+                raise InputError(f"{name} {value} is less than 1")
         if modulated_layers is None:
             # Sec. 3.2: GINR's second layer, which is 1 when counted from 0
             modulated_layers = 1 if ginr else range(mlp_depth)
@@ -124,7 +124,7 @@ class MINR(nn.Module):
             modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
         if not modulated or not all(isinstance(i, int) and 0 <= i < mlp_depth for i in modulated):
-            raise ValueError(f"modulated_layers {modulated_layers} are not layers from 0 to "
+            raise InputError(f"modulated_layers {modulated_layers} are not layers from 0 to "
                              f"{mlp_depth - 1}")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
         visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
@@ -139,7 +139,7 @@ class MINR(nn.Module):
         for i, (a, b) in enumerate(zip(widths, widths[1:])):           # columns get norm 1
             g = self.groups.get(i)
             if g and not ginr and b % g:
-                raise ValueError(f"groups {groups} do not divide the {b} outputs of layer {i}")
+                raise InputError(f"groups {groups} do not divide the {b} outputs of layer {i}")
             if g and ginr:                                             # GINR's shared factor
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)
             else:

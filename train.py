@@ -1,20 +1,32 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-How a model is trained: see `pretrain`, `fit`, `train_epoch` and `train_step`. Each step is seeded
-by (seed, epoch, step) and draws crops and masks for the whole batch, of which each process takes
-its part: N processes pretrain as one does, and a resumed run goes on as if it had not stopped.
+From the command line to a step of the optimizer:
+
+    main         parses the command line and calls pretrain or, with --eval, compare
+    pretrain     opens the data, builds the model, and hands both to fit
+    fit          starts or resumes a run, calls train_epoch for each epoch, and writes its files
+    train_epoch  shuffles and loads the images, and hands the inputs of each step to train_step
+    train_step   forward, backward and the optimizer's step
+
+Each step is seeded by (seed, epoch, step) and draws crops and masks for the whole batch, of which
+each process takes its part: N processes pretrain as one does, and a resumed run goes on as if it
+had not stopped. finetune.py uses the same data, processes and loop.
 """
 
 import argparse
+import difflib
+import inspect
 import json
 import math
 import os
+import re
 import signal
 import sys
 import zlib
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -33,15 +45,43 @@ from hypermae import HyperMAE
 from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
 from minr import MINR
-from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, denormalize, from_released, grid_of,
-                 mask_noise, normalize, pair, sizes_of, transfer)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, InputError, denormalize, from_released,
+                 grid_of, mask_noise, normalize, pair, sizes_of, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
-LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,     # errors of one line
+
+
+# ------------------------------------------------------------------------------ the command line
+LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage before errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
 
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
+LIMITS = {  # the lowest and highest value of a flag; others are checked by the constructors
+    **dict.fromkeys(("batch_size", "decoder_dim", "decoder_heads"), (1, math.inf)),
+    **dict.fromkeys(("epochs", "warmup_epochs", "lr", "blr", "min_lr", "weight_decay", "mixup",
+                     "cutmix", "decoder_depth"), (0, math.inf)),
+    **dict.fromkeys(("crop", "momentum", "mix_ratio", "erasing", "smoothing", "drop_path",
+                     "layer_decay", "mask_ratio", "prediction_ratio", "mix"), (0, 1)),
+    "randaug": (0, 30)}
+HELP = dict(  # of the flags of a recipe
+    optimizer="adamw, adam or sgd", lr="learning rate; unless given, blr * batch_size / 256",
+    blr="learning rate for a batch of 256", min_lr="learning rate at the end of the cosine",
+    momentum="of SGD", betas="of Adam and AdamW, as in 0.9,0.95",
+    weight_decay="of all weights but biases, norms and tokens",
+    schedule="of the learning rate after the warm-up: cosine or constant",
+    batch_size="images in a step, over all processes and pieces", epochs="passes over the images",
+    warmup_epochs="epochs in which the learning rate rises from 0",
+    crop="smallest area of the random resized crop, as a share of the image; 1: no crop",
+    flip="mirror half of the images", randaug="magnitude of RandAugment, 0 to 30; 0: none",
+    erasing="probability that a rectangle of an image is erased",
+    mixup="alpha of MixUp; 0: none", cutmix="alpha of CutMix; 0: none",
+    mix_ratio="weight of an image when each is mixed with another one; 0: no such mixing",
+    smoothing="label smoothing", drop_path="stochastic depth of the last block",
+    layer_decay="factor of the learning rate from each layer to the one before")
 
-def number(kind, low=-math.inf, high=math.inf):
+
+def bounded_number(kind, low=-math.inf, high=math.inf):
     """An argparse type: a finite int or float from low to high."""
     def parse(text):
         if not low <= kind(text) <= high or abs(kind(text)) == math.inf:
@@ -51,7 +91,7 @@ def number(kind, low=-math.inf, high=math.inf):
     return parse
 
 
-def numbers(text):
+def parse_list(text):
     """An argparse type: `all` -> "all", `3` -> 3, `0,5,11` -> (0, 5, 11)."""
     if text.isidentifier():
         return text
@@ -62,275 +102,353 @@ def numbers(text):
 def add_options(parser):
     """The options of both scripts, without those of the recipes."""
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    option = parser.add_argument_group("pictures and encoder").add_argument
-    option("--data", help="shapes, cifar10, cifar100, a folder (the checkpoint's or shapes)")
-    option("--img_size", type=numbers, help="a side or H,W in pixels (224; small ones keep theirs)")
-    option("--workers", type=number(int, 0), default=min(8, os.cpu_count()), help="(at most 8)")
-    option("--eval_images", type=number(int, 1), metavar="N", help="to validate on (1000; all)")
-    option("--size", choices=SIZES, help="(micro)")
-    for part in ("dim", "depth", "heads"):
-        option(f"--{part}", type=number(int, 1), metavar="N", help="instead of --size's")
-    option("--patch_size", type=numbers, help="or H,W (16; an eighth of small pictures)")
+    option = parser.add_argument_group("data and encoder").add_argument
+    option("--data", help="shapes, cifar10, cifar100, a folder (the checkpoint's, else shapes)")
+    option("--img_size", type=parse_list, metavar="N", help="a side or H,W in pixels (train.py: "
+           "that of the images, at most 224; finetune.py: the checkpoint's)")
+    option("--workers", type=bounded_number(int, 0), default=min(8, os.cpu_count()), metavar="N",
+           help="processes that load images (a CPU core each, at most 8)")
+    option("--eval_images", type=bounded_number(int, 1), metavar="N",
+           help="validate on so many images (train.py: 1000; finetune.py: all)")
+    option("--size", choices=SIZES, metavar="NAME", help=f"{', '.join(SIZES)} (the checkpoint's, "
+                                                         "else micro)")
+    for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
+        option(f"--{name}", type=bounded_number(int, 1), metavar="N",
+               help=f"{text} of the encoder (that of --size)")
+    option("--patch_size", type=parse_list, metavar="N", help="a side or H,W in pixels (16; below "
+           "128 pixels an eighth of the image, at least 4)")
     option = parser.add_argument_group("run").add_argument
-    option("--runs", default="runs", help="the folder of all runs (runs)")
-    option("--name", help="of this run's folder (method_data, checkpoint_mode)")
-    option("--eval_every", type=number(int, 1), metavar="N", help="epochs between checkpoints")
-    option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="(auto)")
-    option("--accum", type=number(int, 1), default=1, metavar="N", help="split a batch (1)")
-    option("--clip_grad", type=number(float, 0), default=0.0, help="largest norm (0: no limit)")
+    option("--runs", default="runs", metavar="FOLDER", help="the folder of all runs (runs)")
+    option("--name", help="of this run's folder (train.py: method_data; finetune.py: "
+                          "checkpoint_mode and --labels or --data, where given)")
+    option("--eval_every", type=bounded_number(int, 1), metavar="N", help="validate and write "
+           "last.pt every N epochs (train.py: 1; finetune.py: more with few labels)")
+    option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
+    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
+           help="mixed precision (auto: on CUDA bf16, or fp16 if it lacks that; elsewhere fp32)")
+    option("--accum", type=bounded_number(int, 1), default=1, metavar="N",
+           help="gradient accumulation steps: compute a batch in N pieces (1)")
+    option("--clip_grad", type=bounded_number(float, 0), default=0.0, metavar="X",
+           help="clip the norm of the gradients (0: do not)")
     option("--compile", action="store_true", help="torch.compile the model")
-    option("--grad_checkpointing", action="store_true", help="keep less for the backward pass")
-    option("--seed", type=int, default=0, help="(0)")
+    option("--grad_checkpointing", action="store_true", help="recompute activations to save memory")
+    option("--seed", type=int, default=0, metavar="N", help="of all random numbers (0)")
     option = parser.add_mutually_exclusive_group().add_argument
-    option("--resume", action="store_true", help="go on from the run's last.pt, if it has one")
+    option("--resume", action="store_true", help="continue from the run's last.pt")
     option("--overwrite", action="store_true", help="replace the run of that name")
 
 
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
-ZERO = ("epochs", "warmup_epochs", "randaug", "modulated_layer")         # may be 0
-CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
-LIMITS = dict(crop=1, momentum=1, smoothing=1, drop_path=1, erasing=1, mix_ratio=1, layer_decay=1,
-              mix=1, randaug=30)
-
-
-def add_flags(parser, title, values, annotations={}):
-    """A flag for each {name: default}, of the type of its annotation or default, None if absent."""
+def add_flags(parser, title, defaults, small, texts, annotations={}):
+    """A flag for each {name: default}, of the type of its annotation or default. A flag that is not
+    given is None; its help says which value is used then."""
     option = parser.add_argument_group(title).add_argument
-    for name, default in values.items():
-        low = 0 if default == 0 or name in ZERO else 1
-        high = LIMITS.get(name, math.inf)
-        how = {int: dict(type=number(int, low, high)), float: dict(type=number(float, 0, high)),
-               bool: dict(action=argparse.BooleanOptionalAction)}
+    for name, default in defaults.items():
         kind = annotations.get(name, float if default is None else type(default))
-        how = how.get(kind, dict(type=numbers, choices=CHOICES.get(name)))
-        option(f"--{name}", help=f"({default})", **how)
+        if kind is bool:
+            kwargs = dict(action=argparse.BooleanOptionalAction)
+        elif kind in (int, float):
+            kwargs = dict(type=bounded_number(kind, *LIMITS.get(name, ())), metavar="X")
+        else:
+            kwargs = dict(type=parse_list, choices=CHOICES.get(name), metavar="X")
+        values = [] if default is None else [str(default).strip("()").replace(" ", "")]
+        if small.get(name, default) != default:
+            values.append(f"small images: {small[name]}")
+        value = f" ({'; '.join(values)})" if values else ""
+        option(f"--{name}", help=(texts.get(name, "") + value).replace("%", "%%"), **kwargs)
 
 
-def knobs(cls):
+def method_arguments(cls):
     """A method's own flags: its constructor's keyword-only arguments, {name: default}."""
     return cls.__init__.__kwdefaults__ or {}
 
 
-def fill(args, recipe, small, img_size):
-    """Set each option that is None from the recipe or, for pictures up to 64 pixels and the micro
-    encoder, from `small`. An lr that is still None follows from blr and the batch size."""
-    micro = (args.dim or SIZES[args.size or "micro"]["dim"]) <= SIZES["micro"]["dim"]
-    recipe = {**SHARED, **recipe, **(small if micro or max(img_size) <= 64 else {})}
+def apply_recipe(args, recipe, small, config, n):
+    """Set each option that was not given: from the recipe or, for images up to 64 pixels and for
+    the micro encoder, from `small`. `config` has the encoder's sizes, n is how many images there
+    are to train on."""
+    if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
+        recipe = {**recipe, **small}
+    recipe = {**SHARED, **recipe}
+    given = [name for name in recipe if getattr(args, name) is not None]
     for name, value in recipe.items():
-        if getattr(args, name) is None and not (name == "lr" and args.blr is not None):
+        if name not in given:
             setattr(args, name, value)
-    if args.lr is None:
-        args.lr = args.blr * args.batch_size / 256
+    if "batch_size" not in given and args.batch_size > n:
+        args.batch_size = 2 ** int(math.log2(n))
+        print(f"note    {n} training images: --batch_size {args.batch_size}, "
+              f"not {recipe['batch_size']}")
+    if "lr" not in given and ("blr" in given or args.lr is None):
+        args.lr = args.blr * args.batch_size / 256         # CrossMAE A.6: lr = gamma B blr / 256 p
     if not isinstance(args.betas, tuple) or len(args.betas) != 2 or max(args.betas) >= 1:
-        raise ValueError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
-    if 0 < args.epochs < args.warmup_epochs:
-        raise ValueError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
+        raise InputError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
+    if args.warmup_epochs > args.epochs > 0:
+        if "warmup_epochs" in given:
+            raise InputError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
+        args.warmup_epochs *= args.epochs / recipe["epochs"]           # a shorter run, all in all
+        print(f"note    {args.epochs} of the recipe's {recipe['epochs']} epochs: --warmup_epochs "
+              f"{args.warmup_epochs:g}, not {recipe['warmup_epochs']}")
 
 
+# --------------------------------------------------------------------------------------- the data
 SHAPES = {  # m, q, k of the outline at angle a, (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q (Gielis)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
+MINUTE = 60  # seconds between two lines of progress where there is no terminal
+PIECE = 64  # images that a worker loads at a time, so that several workers share each batch
 
 
 def draw_shapes(n, img_size, seed):
-    """n pictures (n,3,H,W), uint8, of a shape on a ground of another colour, and labels (n,)."""
-    g, (H, W), pictures = torch.Generator().manual_seed(seed), img_size, []
-    axes = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W), indexing="ij")
+    """n images (n,3,H,W), uint8, of a shape on a ground of another colour, and labels (n,)."""
+    g, (H, W), images = torch.Generator().manual_seed(seed), img_size, []
+    rows, columns = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W),
+                                   indexing="ij")                      # (H, W) each
     labels = torch.arange(n) % len(SHAPES)
     for label in labels.split(500):
-        u = torch.rand(11, len(label), 1, 1, generator=g)              # (b, 1, 1) each
-        y, x = axes[0] + 0.6 * u[0] - 0.3, axes[1] + 0.6 * u[1] - 0.3  # (b, H, W) each
-        m, q, k = torch.tensor([*SHAPES.values()])[label].T[..., None, None]       # (b, 1, 1) each
-        angle = m * (torch.atan2(y, x) + 7 * u[2]) / 4
+        b = len(label)
+        u = torch.rand(11, b, 1, 1, generator=g)                       # (b, 1, 1) each
+        y, x = rows + 0.6 * u[0] - 0.3, columns + 0.6 * u[1] - 0.3     # (b, H, W) each
+        outline = torch.tensor([*SHAPES.values()])[label]              # (b, 3)
+        m, q, k = outline.T.reshape(3, b, 1, 1)                        # (b, 1, 1) each
+        angle = m * (torch.atan2(y, x) + 7 * u[2]) / 4                 # (b, H, W)
         edge = (2 ** (k / 2 - 1) * (angle.cos().abs() ** k + angle.sin().abs() ** k)) ** (-1 / q)
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
-        inside = (inside + 0.5).clamp(0, 1)[:, None]                   # (b, 1, H, W) soft edge
+        inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
         colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far in every channel
-        shade = 0.12 * (x * light.cos() + y * light.sin())[:, None]    # (b, 1, H, W)
-        picture = inside * (colour - shade) + (1 - inside) * (ground + shade)
-        pictures.append((picture.clamp(0, 1) * 255).round().byte())    # (b, 3, H, W)
-    return torch.cat(pictures), labels
+        shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
+        image = inside * (colour - shade) + (1 - inside) * (ground + shade)
+        images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
+    return torch.cat(images), labels
 
 
-def read_picture(file):
-    """An upright RGB picture (3,H,W), uint8, white where it is transparent; JPEGs are read fast."""
+def read_image(file):
+    """An upright RGB image (3,H,W), uint8, white where it is transparent; JPEGs are read fast."""
     data = torchvision.io.read_file(file)
     if data[:2].tolist() == [0xFF, 0xD8]:                  # as every JPEG starts
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    picture = ImageOps.exif_transpose(Image.open(file))
-    if picture.mode.startswith("I"):                       # convert would cut off what is above 255
-        picture = picture.point(lambda value: value / 256).convert("L")
-    if "A" in picture.mode or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    return v2.functional.pil_to_tensor(picture.convert("RGB"))
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode.startswith("I"):                         # convert would cut off what is above 255
+        image = image.point(lambda value: value / 256).convert("L")
+    if "A" in image.mode or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
-class Split(Dataset):
-    """Training or validation pictures: uint8 (N,C,H,W), in memory, or N file names; labels (N,), -1
-    for none; names of the classes. What has a `transform`, as files do, is loaded by workers."""
+class ImageDataset(Dataset):
+    """Training or validation images: uint8 (N,C,H,W), in memory, or N file names; labels (N,), -1
+    for none; names of the classes. Files have a `transform` and are loaded by workers."""
 
-    def __init__(self, pictures, labels, classes, transform=None):
-        self.pictures, self.labels = pictures, torch.as_tensor(labels)
+    def __init__(self, images, labels, classes, transform=None):
+        self.images, self.labels = images, torch.as_tensor(labels)
         self.classes, self.transform = classes, transform
-        self.unreadable = torch.zeros(len(pictures), dtype=torch.bool).share_memory_()
+        self.unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, key):
-        """Picture i, transformed with draws from (seed, i), and its label. A file that cannot be
+        """Image i, transformed with draws from (seed, i), and its label. A file that cannot be
         read is named once, and the next that can stands in for it."""
         (seed, i), n = key, len(self.labels)
-        picture = self.pictures[i]
-        while isinstance(picture, str):
+        image = self.images[i]
+        while isinstance(image, str):
             try:
-                picture = read_picture(picture)
+                image = read_image(image)
             except Exception as error:                     # a broken file can raise anything
                 if not self.unreadable[i]:                 # and no worker has said so
-                    tqdm.write(f"{picture} is replaced by the next one: {error}", file=sys.stderr)
+                    tqdm.write(f"{image} is replaced by the next one: {error}", file=sys.stderr)
                 self.unreadable[i] = True
                 if self.unreadable.all():
-                    raise ValueError(f"none of {n} pictures can be read") from None
+                    raise InputError(f"none of {n} images can be read") from None
                 i = (i + 1) % n
-                picture = self.pictures[i]
+                image = self.images[i]
         torch.default_generator.manual_seed(hash((seed, i)))           # not every device's
-        return (self.transform(picture) if self.transform else picture), self.labels[i]
+        return (self.transform(image) if self.transform else image), self.labels[i]
 
 
 def list_folder(root):
-    """(files, labels, classes) of train and val: class folders in train/ and val/, or any pictures,
+    """(files, labels, classes) of train and val: class folders in train/ and val/, or any images,
     of which the 5% with the lowest hash of their name are held out."""
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
-    pictures = {f for f in files if f.lower().endswith(torchvision.datasets.folder.IMG_EXTENSIONS)}
-    others = Counter(Path(file).suffix for file in set(files) - pictures)
+    if not root.is_dir():
+        raise InputError(f"--data {root} is not shapes, cifar10, cifar100 or a folder")
+    others, parts = Counter(), []
+
+    def is_image(file):
+        if file.lower().endswith(torchvision.datasets.folder.IMG_EXTENSIONS):
+            return True
+        others[Path(file).suffix or Path(file).name] += 1
+        return False
+
+    if (root / "train").is_dir():
+        for part in ("train", "val"):
+            try:
+                found = torchvision.datasets.ImageFolder(root / part, is_valid_file=is_image)
+            except FileNotFoundError as error:
+                raise InputError(f"--data {root}: sort the images of {part}/ into a folder for "
+                                 f"each class ({' '.join(str(error).split())})") from None
+            parts.append(([file for file, _ in found.samples], found.targets, found.classes))
+        different = sorted({*parts[0][2]} ^ {*parts[1][2]})
+        if different:
+            raise InputError(f"--data {root}: only one of train/ and val/ has the class "
+                             f"{different[0]}")
+    else:
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(root, followlinks=True)
+                 for name in names]
+        files = sorted(file for file in files if is_image(file))
+        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        if len(files) < 2:
+            raise InputError(f"--data {root} has {len(files)} images: two at least are needed")
+        if folders:
+            print(f"note    {', '.join(folders[:3])} in {root} are not taken for classes: those "
+                  f"are folders in train/ and val/")
+        codes = [zlib.crc32(os.path.relpath(file, root).encode()) for file in files]
+        limit = max(0.05 * 2 ** 32, min(codes))            # whatever other files there are
+        limit = min(limit, max(codes) - 1)                 # one at least is left to train on
+        train = [file for file, code in zip(files, codes) if code > limit]
+        val = [file for file, code in zip(files, codes) if code <= limit]
+        parts = [(part, [-1] * len(part), []) for part in (train, val)]
     if others:
         print("note    files that are not read:", *(f"{n} {end}" for end, n in others.items()))
-    if (root / "train").is_dir():
-        train, val = (torchvision.datasets.ImageFolder(root / part) for part in ("train", "val"))
-        if train.classes != val.classes:
-            raise ValueError(f"--data {root}: the classes of train/ and val/ differ")
-        return [([file for file, _ in s.samples], s.targets, s.classes) for s in (train, val)]
-    codes = {f: zlib.crc32(os.path.relpath(f, root).encode()) for f in sorted(pictures)}
-    if len(codes) < 2:
-        raise ValueError(f"--data {root} is not shapes, cifar10, cifar100 or a folder of two or "
-                         f"more pictures")
-    limit = max(0.05 * 2 ** 32, min(codes.values()))       # whatever other files there are
-    limit = min(limit, max(codes.values()) - 1)            # one at least is left to train on
-    train = [file for file, code in codes.items() if code > limit]
-    val = [file for file, code in codes.items() if code <= limit]
-    return [(part, [-1] * len(part), []) for part in (train, val)]
+    return parts
+
+
+def choose_size(high, wide, patch_size):
+    """(H, W) for images of at most high x wide pixels: their own or, from 224 pixels on, 224 x 224,
+    rounded down to a multiple of patch_size or, if that is None, of 16 or, below 128 pixels, 8."""
+    if max(high, wide) >= 224:
+        high = wide = 224
+    units = patch_size or [16 if side >= 128 else 8 for side in (high, wide)]
+    return tuple(max(unit, side - side % unit) for side, unit in zip((high, wide), units))
+
+
+def center_crop(image, img_size, share):
+    """The middle of an image (C,h,w), in the shape of img_size and `share` of it, resized."""
+    (h, w), (H, W) = image.shape[1:], img_size
+    scale = share * min(h / H, w / W)
+    crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
+    return v2.functional.resize(crop(image), img_size, v2.InterpolationMode.BICUBIC)
+
+
+def open_folder(root, img_size, args):
+    """The train and val ImageDataset of a folder, and their (H, W). Images are kept in memory if
+    none of a sample of 50 is larger, or their own size was chosen, and they take less than 4 GiB;
+    else they are read each time."""
+    datasets = [ImageDataset(*part) for part in list_folder(root)]
+    n = len(datasets[0].labels)
+    datasets[1][0, 0]                                      # InputError if none can be read
+    sizes = [datasets[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
+    _, high, wide = map(max, zip(*sizes))
+    H, W = size = img_size or choose_size(high, wide, args.patch_size)
+    own_size = img_size is None and max(high, wide) < 224
+    in_memory = (own_size or (high <= H and wide <= W)) and 3 * n * H * W < 2 ** 32
+    if img_size is None and (high, wide) != size:
+        print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
+    for dataset in datasets:                               # where streamed 7/8: MAE's evaluation
+        dataset.transform = partial(center_crop, img_size=size, share=1 if in_memory else 7 / 8)
+        if in_memory:
+            batches = torch.arange(len(dataset.labels)).split(1000)
+            loaded = tqdm(load_images(dataset, batches, args), "reading", len(batches),
+                          leave=False, disable=None)
+            images, labels = zip(*loaded)
+            dataset.images, dataset.labels = torch.cat(images), torch.cat(labels).cpu()
+            dataset.transform = None
+    return datasets, size
 
 
 def open_data(name, img_size, args):
-    """The train and val Split of --data, and their (H, W). A folder's pictures are kept on the
-    device if none of 50 is larger and they take less than 4 GiB; else they are read each time."""
+    """The train and val ImageDataset of --data, and their (H, W). What is kept in memory is on the
+    device."""
     if name == "shapes":
-        img_size = pair(img_size or 32)
-        splits = [Split(*draw_shapes(n, img_size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
+        size = img_size or (32, 32)
+        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
-        img_size, kind = pair(img_size or 32), getattr(torchvision.datasets, name.upper())
+        size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
         print(f"note    {name} is read from data/, or downloaded to it once a machine", flush=True)
         if args.local_rank > 0:
-            dist.barrier()
-        sets = [kind("data", train=train, download=True) for train in (True, False)]
+            dist.barrier()                                 # until the first process has it
+        try:
+            sets = [kind("data", train=train, download=True) for train in (True, False)]
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"--data {name} is not in data/ and cannot be downloaded from "
+                             f"{kind.url}: {error}") from None
         if args.local_rank == 0 and args.world > 1:
             dist.barrier()
-        splits = [Split(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes) for s in sets]
+        datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
+                    for s in sets]
     else:
-        splits = [Split(*part) for part in list_folder(Path(name))]
-        n = len(splits[0].labels)
-        sizes = [splits[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
-        _, high, wide = map(max, zip(*sizes))
-        H, W = img_size = pair(img_size or ((high, wide) if max(high, wide) < 224 else 224))
-        in_memory = high <= H and wide <= W and 3 * n * H * W < 2 ** 32
-
-        def middle(picture):                               # or 7/8 of it, in the shape of img_size
-            (h, w), share = picture.shape[1:], 1 if in_memory else 7 / 8
-            scale = share * min(h / H, w / W)
-            crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
-            return v2.functional.resize(crop(picture), img_size, v2.InterpolationMode.BICUBIC)
-        for split in splits:
-            split.transform = middle
-            if in_memory:
-                loaded = load_pictures(split, torch.arange(len(split.labels)).split(1000), args)
-                pictures, labels = zip(*tqdm(loaded, "reading", leave=False, disable=None))
-                split.pictures, split.labels = torch.cat(pictures), torch.cat(labels).cpu()
-                split.transform = None
-    for split in splits:
-        if split.transform is None:
-            split.pictures = split.pictures.to(args.device).contiguous()
-    return *splits, img_size
+        with reporting(f"--data {name}"):
+            datasets, size = open_folder(Path(name), img_size, args)
+    for dataset in datasets:
+        if dataset.transform is None:
+            dataset.images = dataset.images.to(args.device).contiguous()
+    return *datasets, size
 
 
-def load_pictures(split, batches, args, seed=0):
-    """Pictures (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
+def load_images(dataset, batches, args, seed=0):
+    """Images (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
     (b,): from memory, or transformed by workers, each of which loads pieces of a batch."""
-    if split.transform is None:
+    if dataset.transform is None:
         for ids in batches:
-            yield split.pictures[ids.to(args.device)], split.labels[ids].to(args.device)
+            yield dataset.images[ids.to(args.device)], dataset.labels[ids].to(args.device)
         return
-    keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(64)]
-    pieces = iter(DataLoader(split, batch_sampler=keys, num_workers=args.workers,
-                             multiprocessing_context="fork" if args.workers else None,
-                             pin_memory=args.device.type == "cuda"))
+    keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(PIECE)]
+    cuda, fork = args.device.type == "cuda", sys.platform == "linux" and args.workers > 0
+    pieces = iter(DataLoader(dataset, batch_sampler=keys, num_workers=args.workers, pin_memory=cuda,
+                             multiprocessing_context="fork" if fork else None))
     for ids in batches:
-        parts = [next(pieces) for _ in ids.split(64)]
-        yield [torch.cat([x.to(args.device, non_blocking=True) for x in part])
-               for part in zip(*parts)]
+        images, labels = zip(*islice(pieces, math.ceil(len(ids) / PIECE)))
+        yield (torch.cat([x.to(args.device, non_blocking=cuda) for x in images]),
+               torch.cat([x.to(args.device, non_blocking=cuda) for x in labels]))
 
 
 def crop_transform(img_size, args, *more):
-    """Random resized crop and flip of a picture (C,h,w), by torchvision, and then `more`."""
+    """Random resized crop and flip of an image (C,h,w), by torchvision, and then `more`."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
     return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * args.flip), *more])
 
 
-def crop_batch(pictures, img_size, args):
-    """The same for this process's pictures (b,C,H,W) in memory, each cropped differently, where
-    torchvision crops all alike: float, bilinear; a crop's side is at most the picture's."""
-    draws = own(torch.rand(args.batch_size, 5, device=pictures.device), args)
-    area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each
-    area = args.crop + (1 - args.crop) * area
-    ratio = ((2 * ratio - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
+def crop_batch(images, img_size, args):
+    """The same for this process's images (b,C,H,W) in memory, each cropped by itself (torchvision
+    would use one crop for the whole batch): float, bilinear; a crop is no larger than the image."""
+    draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
+    area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each, 0 ... 1
+    area = args.crop + (1 - args.crop) * area                          # share of the image's
+    ratio = ((2 * ratio - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()  # root of w / h
     h, w = (area.sqrt() / ratio).clamp(max=1), (area.sqrt() * ratio).clamp(max=1)
-    y, x, zero = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w), torch.zeros_like(h)
+    y, x, zero = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w), torch.zeros_like(h)  # the centre
     w_flipped = torch.where(coin < 0.5 * args.flip, -w, w)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
     points = F.affine_grid(theta, (len(theta), 1, *img_size), align_corners=False)
-    return F.grid_sample(pictures.float(), points, padding_mode="reflection", align_corners=False)
+    return F.grid_sample(images.float(), points, padding_mode="reflection", align_corners=False)
 
 
-def val_batches(split, args, img_size, most=None):
-    """Batches (indices, pictures, labels) of this process's share of `most`, always the same."""
-    order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(0))
+def val_batches(dataset, args, img_size, most=None):
+    """Batches (indices, images, labels) of this process's share of `most` images, always the same
+    ones, no larger than what is trained on at a time."""
+    order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
-    batches = share.split(250) if len(share) else ()
-    for ids, (pictures, labels) in zip(batches, load_pictures(split, batches, args)):
-        yield ids, v2.functional.resize(pictures, img_size), labels
+    size = max(1, args.batch_size // (args.world * args.accum))
+    batches = share.split(min(250, size)) if len(share) else ()
+    for ids, (images, labels) in zip(batches, load_images(dataset, batches, args)):
+        yield ids, v2.functional.resize(images, img_size), labels
 
 
+# ---------------------------------------------------------------------------------- the processes
 def start_processes(args):
     """Set args.rank, world, local_rank, device and dtype; under torchrun, join the others."""
     args.rank = int(os.environ.get("RANK", 0))
     args.world = int(os.environ.get("WORLD_SIZE", 1))
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    best = ("cuda" if torch.cuda.is_available() else
-            "mps" if torch.backends.mps.is_available() else "cpu")
-    name, amp = args.device or best, args.amp
-    if name not in (best, "cpu"):
-        raise ValueError(f"--device {name} is not there: {best} is")
-    cuda = name == "cuda"
-    args.device = torch.device(f"cuda:{args.local_rank}" if cuda else name)
+    if args.rank > 0:
+        sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
+    args.device = choose_device(args, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cuda, amp = args.device.type == "cuda", args.amp
     if cuda:
         torch.cuda.set_device(args.device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
-    if args.rank > 0:
-        sys.stdout = open(os.devnull, "w")                 # one process speaks
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
         # Keeps restarted processes from the keys of killed ones. Each machine counts its restarts.
@@ -340,7 +458,28 @@ def start_processes(args):
                                 world_size=args.world, device_id=args.device if cuda else None)
 
 
-def own(batch, args):
+def choose_device(args, processes):
+    """The torch.device of this one of so many processes on this machine: --device, else cuda if
+    each has a GPU, else mps for a single one, else cpu."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = {"cuda": gpus >= processes, "cpu": True,
+             "mps": torch.backends.mps.is_available() and args.world == 1}
+    name = args.device or next(name for name in ("cuda", "mps", "cpu") if there[name])
+    if not there[name]:
+        raise InputError(f"--device {name} is not there for {processes} processes on a machine "
+                         f"with {gpus} CUDA GPUs: give --device cpu or fewer processes")
+    if name == "cpu" and args.world > 1 and args.device is None:
+        print(f"note    {processes} processes and {gpus} CUDA GPUs on this machine: all processes "
+              f"compute on the CPU")
+    return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
+
+
+def autocast(args):
+    """Mixed precision as --amp says; nothing in float32."""
+    return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
+
+
+def local_part(batch, args):
     """This process's part of a tensor of the whole batch."""
     return batch.chunk(args.world)[args.rank]
 
@@ -349,10 +488,20 @@ def mean_over_processes(sums, count, args):
     """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
     total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
     if args.world > 1:
-        total = total.to(args.device)
+        total = total.to(args.device)                      # cuda or cpu: mps has no float64
         dist.all_reduce(total)
     *total, count = total.tolist()
     return {name: value / count for name, value in zip(sums, total)}
+
+
+# ---------------------------------------------------------------------------------------- files
+@contextmanager
+def reporting(what):
+    """An OSError inside becomes an InputError, which starts with `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what}: {error}") from None
 
 
 def save(path, content):
@@ -366,14 +515,14 @@ def save(path, content):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:               # torch's writer has the latter
         temporary.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written, and is as it was before: {error}") from None
+        raise InputError(f"{path} cannot be written, and is as it was before: {error}") from None
 
 
 def read(path, heads=None):
     """A checkpoint, without running code in it: a dict of method (None: a released file), config
     (the constructor's arguments), model (the state dict), mean, std, flags and more."""
     if not Path(path).is_file():
-        raise ValueError(f"there is no checkpoint {path}")
+        raise InputError(f"there is no checkpoint {path}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -381,7 +530,7 @@ def read(path, heads=None):
         assert state and all(torch.is_tensor(value) for value in state.values())
     except Exception as error:                             # a broken file can raise anything
         why = "it would run code" if "GLOBAL" in str(error) else "it is damaged or of another kind"
-        raise ValueError(f"{path} is not a checkpoint that can be read: {why}") from None
+        raise InputError(f"{path} is not a checkpoint that can be read: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state, flags={},
@@ -393,32 +542,63 @@ def load(path, methods=METHODS):
     """The model in a checkpoint of train.py, or of another {method: class}, in eval mode."""
     content = read(path)
     if content["method"] not in methods:
-        raise ValueError(f"{path} is of method {content['method']}, not {', '.join(methods)}")
+        raise InputError(f"{path} is of method {content['method']}, not {', '.join(methods)}")
     model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     return model.eval()
 
 
-def initialize(model, path):
-    """Start `model` from the encoder in any checkpoint: notes and ValueError of vit.transfer."""
-    content = read(path, model.encoder.blocks[0].attn.heads)
+def initialize(model, content, path):
+    """Start `model` from the encoder in a checkpoint's content, as read from `path`. Prints what
+    was not taken over."""
     state, grid = content["model"], grid_of(**content["config"]) if content["method"] else None
+    if hasattr(model, "from_mae"):
+        state = model.from_mae(state)
     try:
-        return transfer(model, model.from_mae(state) if hasattr(model, "from_mae") else state, grid)
-    except ValueError as error:
-        raise ValueError(f"{path} does not fit: {error}") from None
+        notes = transfer(model, state, grid)
+    except InputError as error:
+        raise InputError(f"{path} does not fit: {error}") from None
+    print(*notes, sep="\n")
 
 
 def name_run(args, name):
-    """Set args.name, if it is None. ValueError if it holds a run that is not to be touched."""
+    """Set args.name, if it is None. InputError if it holds a run that is not to be touched."""
     args.name = args.name or name.replace(" ", "_")
     if Path(args.runs, args.name, "last.pt").exists() and not (args.resume or args.overwrite):
-        raise ValueError(f"{Path(args.runs, args.name)} holds a run: --resume goes on with it, "
+        raise InputError(f"{Path(args.runs, args.name)} holds a run: --resume continues it, "
                          f"--overwrite replaces it, --name NAME starts another")
 
 
+def resume(last, model, optimizer, scaler, content, args):
+    """Load last.pt, the checkpoint of this run: the rows of its log. Says which flags differ.
+    InputError if it is of another model or optimizer."""
+    saved = read(last)
+    flags, config = saved["flags"], saved["config"]
+    was = {**config, "method": saved["method"], "optimizer": flags.get("optimizer")}
+    now = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
+            raise InputError(f"{last} cannot be resumed: {name} was "
+                             f"{flags.get(name) or was.get(name)}, is {now.get(name)}")
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError:
+        raise InputError(f"{last} cannot be resumed: its weights have other names or shapes than "
+                         f"those of {type(model).__name__} have now") from None
+    settings = optimizer.state_dict()["param_groups"]      # this run's, not the saved ones
+    optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
+    scaler.load_state_dict(saved["scaler"] or scaler.state_dict())
+    for name, value in vars(args).items():
+        unimportant = name in ("resume", "overwrite", "rank", "local_rank", "workers", "runs")
+        if flags.get(name, value) != value and not unimportant:
+            print(f"note    {name} was {flags[name]}, is {value}")
+    print(f"resumed after epoch {saved['epoch']}")
+    return saved["history"]
+
+
+# ------------------------------------------------------------------------------------- training
 def make_optimizer(args, groups):
-    """The recipe's optimiser, fused but on MPS."""
+    """The recipe's optimizer, fused except on MPS."""
     kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
     more = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
     return kind(groups, lr=args.lr, fused=args.device.type != "mps", **more)
@@ -449,17 +629,19 @@ def wrap(model, args):
 
 
 def train_step(net, optimizer, scaler, inputs, args):
-    """A step on `inputs`, the arguments of net, in --accum pieces. Nothing waits for the device."""
+    """A step on `inputs`, the arguments of net, in --accum pieces: {name: value} of its metrics, on
+    the device. No host-device synchronisation."""
     metrics, seed = Counter(), torch.initial_seed() + 1
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
-        torch.manual_seed(seed)                            # its own draws: the same in each piece
+        # reseed: all pieces and processes share the model's random numbers, or each has its own
+        torch.manual_seed(seed + args.own_draws * (args.rank * args.accum + i))
         exchange = args.world == 1 or i + 1 == args.accum  # of gradients, after the last piece
         with nullcontext() if exchange else net.no_sync():
-            with torch.autocast(args.device.type, args.dtype, args.dtype is not torch.float32):
+            with autocast(args):
                 output = net(*piece)
             if not isinstance(output, tuple) or not isinstance(output[-1], dict):
-                raise ValueError(f"forward must return (loss, {{name: value}}), not {type(output)}")
+                raise TypeError(f"forward must return (loss, {{name: value}}), not {type(output)}")
             loss, values = output
             scaler.scale(loss / args.accum).backward()
         for name, value in {"loss": loss.detach(), **values}.items():
@@ -473,28 +655,31 @@ def train_step(net, optimizer, scaler, inputs, args):
     return metrics
 
 
-def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
-    """Train for an epoch: its line of the log. SystemExit once loss or weights are not finite."""
+def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
+    """Train for an epoch: its row of the log. SystemExit once loss or weights are not finite."""
     began, waited, totals, seed = perf_counter(), 0, Counter(), hash((args.seed, epoch))
     torch.manual_seed(seed)
     steps = len(train.labels) // args.batch_size
-    rows = torch.randperm(len(train.labels))[:steps * args.batch_size, None]         # (n, 1)
-    if hasattr(args, "same_class"):                        # (n, 2): images and their partners
-        mates = draw_partners(rows[:, 0], train.labels, args.same_class, torch.default_generator)
-        rows = torch.stack([rows[:, 0], mates], dim=1)
-    batches = [own(batch, args).T.flatten() for batch in rows.split(args.batch_size)]
-    stream = load_pictures(train, batches, args, seed)
+    order = torch.randperm(len(train.labels))[:steps * args.batch_size]
+    batches = [local_part(ids, args) for ids in order.split(args.batch_size)]
+    if args.pairs:                                         # each batch, and then its partners
+        partners = draw_partners(order, train.labels, args.same_class, torch.default_generator)
+        parts = [local_part(ids, args) for ids in partners.split(args.batch_size)]
+        batches = [torch.cat(both) for both in zip(batches, parts)]
+    stream = load_images(train, batches, args, seed)
     rates = [learning_rate(epoch + i / steps, args) for i in range(steps)]
+    terminal, told = sys.stderr.isatty(), began            # without one, a line a minute
     bar = tqdm(rates, f"epoch {epoch + 1}/{args.epochs}", unit="img", unit_scale=args.batch_size,
-               leave=False, disable=args.rank > 0 or None)
+               leave=False, disable=args.rank > 0, ascii=not terminal,
+               file=sys.stderr if terminal else open(os.devnull, "w"))
     for step, rate in enumerate(bar, start=1):
         asked = perf_counter()
-        pictures, labels = next(stream)
+        images, labels = next(stream)
         waited += perf_counter() - asked
         torch.manual_seed(hash((args.seed, epoch, step)))
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
-        metrics = train_step(net, optimizer, scaler, prepare(pictures, labels), args)
+        metrics = train_step(net, optimizer, scaler, make_inputs(images, labels), args)
         totals.update(metrics)
         if step % 20 == 0 or step == steps:                # only here the host waits for the device
             check = [totals["loss"], *(net.parameters() if step == steps else ())]
@@ -502,100 +687,120 @@ def train_epoch(epoch, net, optimizer, scaler, train, prepare, args):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
                                  f"{step}, lr {rate:.1e}: --resume with a lower --lr, --clip_grad")
             bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {rate:.1e}")
+            if not terminal and perf_counter() - told > MINUTE:
+                told = perf_counter()
+                print(bar, flush=True)
     means, seconds = mean_over_processes(totals, steps, args), perf_counter() - began
     return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
             "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
 
 
-def fit(args, model, groups, train, val, prepare, evaluate, **content):
-    """Train for --epochs; the last line of log.jsonl. prepare(pictures, labels) makes the model's
+def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
+    """Train for --epochs; the last row of log.jsonl. make_inputs(images, labels) gives the model's
     arguments, evaluate() {name: value} and recon.png's columns or None; last.pt gets `content`."""
-    n, steps = len(train.labels), len(train.labels) // args.batch_size
-    if not steps:
-        raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training pictures")
+    if args.batch_size > len(train.labels):
+        raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
+                         f"training images")
     if args.batch_size % (args.world * args.accum):
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {args.world} "
+        raise InputError(f"--batch_size {args.batch_size} is not divisible by {args.world} "
                          f"processes x --accum {args.accum}")
     optimizer, history = make_optimizer(args, groups), []
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
     last = Path(args.runs, args.name, "last.pt")
-    last.parent.mkdir(parents=True, exist_ok=True)
+    log = last.with_name("log.jsonl")
+    with reporting(f"{last.parent} cannot be written"):
+        last.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and last.exists():
-        saved = read(last)
-        was = {**saved["flags"], **saved["config"], "method": saved["method"]}
-        now = {"method": content["method"], **content["config"], "optimizer": args.optimizer}
-        for name, value in now.items():
-            if was.get(name) != value:
-                raise ValueError(f"{last} cannot be resumed: {name} {was.get(name)}, not {value}")
-        settings = optimizer.state_dict()["param_groups"]  # this run's, not the saved ones
-        optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
-        scaler.load_state_dict(saved["scaler"] or scaler.state_dict())
-        model.load_state_dict(saved["model"])
-        history = saved["history"]
-        print(f"resumed after epoch {saved['epoch']}")
+        history = resume(last, model, optimizer, scaler, content, args)
+    elif args.resume:
+        print(f"note    there is no {last} to resume: the run starts")
     elif args.rank == 0:
-        last.unlink(missing_ok=True)                       # or --resume would go on with it
-    if args.rank == 0:                                     # cut back to what last.pt holds
-        last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {args.data}: {n} train, {len(val.labels)} val; {model.encoder.img_size} px in "
-          f"{'%dx%d' % model.encoder.grid} patches, {'files' if train.transform else 'in memory'}\n"
-          f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
-          f"{args.dtype}\ntrain   {args.epochs} epochs of {steps} steps of {args.batch_size}, "
-          f"{args.optimizer}, lr {args.lr:.3g}")
-    if 0 < args.epochs * steps < 500:
-        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, "
-              f"more --epochs or, in train.py, --init")
-    net, done = wrap(model, args), history[-1]["epoch"] if history else 0
-    for epoch in range(done, args.epochs if history else max(1, args.epochs)):
-        row = {"epoch": 0}                                 # of 0 epochs: the untrained model
-        if args.epochs > 0:
-            row = train_epoch(epoch, net.train(), optimizer, scaler, train, prepare, args)
-        if row["epoch"] % args.eval_every and row["epoch"] < args.epochs:
-            continue
-        began = perf_counter()
-        scores, columns = evaluate()
-        row.update(scores, eval_s=round(perf_counter() - began, 2))
+        last.unlink(missing_ok=True)                       # or --resume would continue it
+    describe(args, model, train, val)
+    net = wrap(model, args)
+
+    def write_log(mode, rows):
+        with reporting(f"{log} cannot be written"), open(log, mode) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def end_epoch(row, scored):
+        """Write and print the row of an epoch; if it is `scored`, evaluate and write last.pt."""
         history.append(row)
-        if args.rank > 0:
-            continue
-        began = perf_counter()
-        save(last, dict(
-            content, model=model.state_dict(), optimizer=optimizer.state_dict(), flags=vars(args),
-            scaler=scaler.state_dict(), epoch=row["epoch"], history=history, classes=train.classes,
-            mean=model.mean, std=model.std, torch=str(torch.__version__)))
-        row["save_s"] = round(perf_counter() - began, 2)
-        last.with_name("log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in history))
-        if columns:
-            save_picture(columns, last.with_name("recon.png"))
-        if args.epochs > 0:
-            name, score = next(iter(scores.items()))
-            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}, {name} {score:.2f}, "
-                  f"{row['img_s']:.0f} img/s, wait {row['wait']:.1%}", flush=True)
-    print(f"see     {last.with_name('log.jsonl')} and {last}")
+        score, began = "", perf_counter()
+        if scored:
+            scores, columns = evaluate()
+            row.update(scores, eval_s=round(perf_counter() - began, 2))
+            name, value = next(iter(scores.items()))
+            score = f", {name} {value:.2f}"
+        if scored and args.rank == 0:
+            began = perf_counter()
+            save(last, dict(
+                content, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                flags=vars(args), scaler=scaler.state_dict(), epoch=row["epoch"], history=history,
+                classes=train.classes, mean=model.mean, std=model.std,
+                torch=str(torch.__version__)))
+            row["save_s"] = round(perf_counter() - began, 2)
+            if columns:
+                save_picture(columns, last.with_name("recon.png"))
+        if args.rank == 0:
+            write_log("a", [row])
+        if row["epoch"] > 0:
+            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}{score}, {row['img_s']:.0f} img/s, "
+                  f"wait {row['wait']:.1%}", flush=True)
+
+    if args.rank == 0:
+        write_log("w", history)                            # cut back to what last.pt holds
+    if args.epochs == 0 and not history:
+        end_epoch({"epoch": 0}, scored=True)               # the untrained model
+    for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
+        row = train_epoch(epoch, net.train(), optimizer, scaler, train, make_inputs, args)
+        end_epoch(row, scored=row["epoch"] % args.eval_every == 0 or row["epoch"] == args.epochs)
+    print(f"see     {log} and {last}")
     return history[-1]
 
 
+def describe(args, model, train, val):
+    """Print what is trained, on what and how."""
+    n, steps, encoder = len(train.labels), len(train.labels) // args.batch_size, model.encoder
+    (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val, "
+          f"{'files' if train.transform else 'in memory'}; {H}x{W} px in {h}x{w} patches of "
+          f"{p}x{q} px\nmodel   {type(model).__name__}: {size:.2f} M parameters, {args.world} x "
+          f"{args.device}, {args.dtype}\ntrain   {args.epochs} epochs ({args.warmup_epochs:g} of "
+          f"warm-up) of {steps} steps of {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
+    if 0 < args.epochs * steps < 500:
+        print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, "
+              f"more --epochs or, in train.py, --init")
+
+
+# ------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
-    under masks that depend on the picture alone. Columns of 8: truth, masked, decoded, copied."""
+    under masks of the pattern `mask` that depend on the image alone. And columns of up to 8
+    images: original, masked, decoded, visible pixels copied."""
     count, columns, encoder = 0, None, model.eval().encoder
-    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)   # of none, too
-    for ids, pictures, _ in val_batches(val, args, encoder.img_size, args.eval_images):
+    # a process without images reports zeros
+    sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)
+    for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
         seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in seeds])
-        decoded, hidden = model.reconstruct(normalize(pictures, model), noise.to(args.device),
-                                            mask_ratio, args.leak_free)
-        truth, decoded = pictures / 255, denormalize(decoded, model)   # (b, 3, H, W)
+        with autocast(args):
+            decoded, hidden = model.reconstruct(normalize(images, model), noise.to(args.device),
+                                                mask_ratio, args.leak_free)
+        truth, decoded = images / 255, denormalize(decoded, model)     # (b, 3, H, W)
         hidden = encoder.pixels_of(hidden)                             # (b, 1, H, W)
-        both, masked = (torch.where(hidden > 0, x, truth) for x in (decoded, 0.5))
-        image, whole = ((x - truth).square().mean((1, 2, 3)) for x in (both, decoded))  # (b,)
-        errors = {"hidden": image / hidden.mean((1, 2, 3)), "image": image, "decoded": whole}
+        copied = torch.where(hidden > 0, decoded, truth)
+        masked = torch.where(hidden > 0, 0.5, truth)
+        image_error = (copied - truth).square().mean((1, 2, 3))        # (b,)
+        decoded_error = (decoded - truth).square().mean((1, 2, 3))     # (b,)
+        errors = {"psnr_hidden": image_error / hidden.mean((1, 2, 3)), "psnr_image": image_error,
+                  "psnr_decoded": decoded_error}
         for name, error in errors.items():
-            sums[f"psnr_{name}"] += -10 * error.clamp(min=1e-10).log10().sum()
+            sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
         count += len(ids)
-        columns = columns or [x[:8] for x in (truth, masked, decoded, both)]
+        columns = columns or [x[:8] for x in (truth, masked, decoded, copied)]
     return mean_over_processes(sums, count, args), columns
 
 
@@ -604,7 +809,8 @@ def save_picture(columns, path):
     H, W = columns[0].shape[2:]
     size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
     cells = torch.stack([F.interpolate(x, size) for x in columns], dim=1).flatten(0, 1)
-    torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
+    with reporting(f"{path} cannot be written"):
+        torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
 
 
 def as_table(rows):
@@ -618,21 +824,26 @@ def as_table(rows):
 @torch.no_grad()
 def compare(args):
     """--eval: rows of PSNR of checkpoints, and each method's own measures and figures."""
-    rows, columns, notes = [], [], []
+    if args.world > 1:
+        raise InputError(f"--eval runs in one process, not in {args.world}: python train.py --eval")
+    rows, columns, notes, opened = [], [], [], None
     for path in args.eval:
         content = read(path)
         if content["method"] == "classifier":
-            print(f"note    {path} is passed over: it is of finetune.py")
+            print(f"note    {path} is passed over: it is of finetune.py (--mode eval)")
             continue
-        model, args.data = load(path).to(args.device), args.data or content["flags"]["data"]
-        train, val, size = open_data(args.data, model.encoder.img_size, args)
+        model = load(path).to(args.device)
+        args.data = args.data or content["flags"]["data"]
+        args.batch_size = args.batch_size or content["flags"]["batch_size"]
+        if opened != model.encoder.img_size:
+            train, val, opened = open_data(args.data, model.encoder.img_size, args)
         for mask in args.masks or [args.mask]:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-        original, masked, _, both = evaluate_psnr(model, val, args, mask)[1]
-        columns += [both] if columns else [original, masked, both]
-        batches = [val_batches(s, args, size, args.eval_images) for s in (train, val)]
+        original, masked, _, copied = evaluate_psnr(model, val, args, mask)[1]
+        columns += [copied] if columns else [original, masked, copied]
+        batches = [val_batches(x, args, opened, args.eval_images) for x in (train, val)]
         images = [normalize(torch.cat([x for _, x, _ in batch]), model) for batch in batches]
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
             notes += [f"{path}: {title}", as_table(table)]
@@ -641,31 +852,43 @@ def compare(args):
             notes.append(f"see     {Path(path).with_name(name)}.png")
             save_picture(denormalize(cells, model).unbind(1), Path(path).with_name(f"{name}.png"))
     if not rows:
-        raise ValueError(f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
+        raise InputError(f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
     save_picture(columns, picture)
-    print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} pictures of {args.data}",
+    print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
           as_table(rows), *notes, f"see     {picture}: original, masked, each checkpoint", sep="\n")
     return rows
 
 
-def vit_config(args, img_size):
-    """The encoder's constructor arguments: --size, with --dim, --depth, --heads for its own."""
-    patch = tuple(16 if n >= 128 else min(                 # the divisor nearest to an eighth
-        range(1, n + 1), key=lambda d: (n % d > 0, abs(d - n / 8))) for n in img_size)
-    size = {k: getattr(args, k) or v for k, v in SIZES[args.size or "micro"].items()}
-    return dict(img_size=img_size, patch_size=pair(args.patch_size or patch), in_chans=3, **size)
+# -------------------------------------------------------------------------------- the whole program
+def vit_config(args, img_size, source):
+    """The encoder's constructor arguments: each from its own flag, else from --size, else from
+    `source`, the config of a checkpoint or {}, else the default."""
+    patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
+    config = dict(img_size=img_size, patch_size=patch_size, in_chans=3,
+                  **SIZES[args.size or "micro"])
+    for name in ("patch_size", "dim", "depth", "heads"):
+        if getattr(args, name) is not None:
+            config[name] = getattr(args, name)
+        elif name in source and (args.size is None or name == "patch_size"):
+            config[name] = source[name]
+    grid_of(**config)                                      # InputError unless the patches fit
+    return config
 
 
 def pretrain(args):
     """A parsed command line of train.py, from data to the last epoch."""
-    cls, given_lr, args.data = METHODS[args.method], args.lr, args.data or "shapes"
+    cls, args.data = METHODS[args.method], args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
+    init = read(args.init, args.heads) if args.init else {"config": {}}
     train, val, img_size = open_data(args.data, args.img_size, args)
-    fill(args, {**knobs(cls), **cls.recipe}, cls.small, img_size)
-    config = {**vit_config(args, img_size), **{name: getattr(args, name) for name in knobs(cls)}}
-    pairs, streamed, teacher = hasattr(cls, "pairs"), train.transform is not None, None
-    if pairs:                                              # it learns from pairs of images
+    config = vit_config(args, img_size, init["config"])
+    lr_given = args.lr is not None
+    apply_recipe(args, {**method_arguments(cls), **cls.recipe}, cls.small, config,
+                 len(train.labels))
+    config.update({name: getattr(args, name) for name in method_arguments(cls)})
+    teacher = None
+    if args.pairs:                                         # it learns from pairs of images
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation: --teacher FILE takes an MAE'}")
         if args.teacher:
@@ -675,23 +898,27 @@ def pretrain(args):
     if teacher:
         model.teacher.load_state_dict(teacher)
     if args.init:
-        print(*initialize(model, args.init), sep="\n")
-    if given_lr is None:
-        args.lr *= model.lr_scale                          # CrossMAE A.6
+        initialize(model, init, args.init)
+    del init, teacher                                      # their weights are in the model now
+    if not lr_given:
+        args.lr *= model.lr_scale                          # CrossMAE A.6: gamma / p
+    streamed = train.transform is not None
     if streamed:
         train.transform = crop_transform(img_size, args)
 
-    def prepare(pictures, labels):
+    def make_inputs(images, labels):
         """The model's arguments: images, noise and, of pairs, partners and mixing weight."""
-        parts = pictures.chunk(2 if pairs else 1)
+        parts = images.chunk(2 if args.pairs else 1)
         crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
-        images, *partners = (normalize(x, model) for x in crops)
-        noise = own(mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device), args)
-        return (images, noise, *partners, model.draw_mix(args.device)) if pairs else (images, noise)
+        images, *partners = [normalize(x, model) for x in crops]
+        noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
+        mix = [model.draw_mix(args.device)] if args.pairs else []
+        return images, local_part(noise, args), *partners, *mix
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
               dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
-    row = fit(args, model, groups, train, val, prepare, partial(evaluate_psnr, model, val, args, args.mask),
+    evaluate = partial(evaluate_psnr, model, val, args, args.mask)
+    row = fit(args, model, groups, train, val, make_inputs, evaluate,
               method=args.method, config=config)
     folder, script = Path(args.runs, args.name), "finetune.py --checkpoint"
     print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied\n"
@@ -699,18 +926,26 @@ def pretrain(args):
     return row
 
 
-def run(parser, work, argv):
-    """work(args) of the words `argv` (None: the command line). A wrong input ends in one line."""
-    def stop(*_, parent=os.getpid()):                      # at once: as a DataLoader ends, it would
+def run_cli(parser, work, argv):
+    """work(args) of the words `argv` (None: the command line). A wrong input (InputError) ends in
+    one line; a bug in code has its traceback."""
+    def interrupt(*_, parent=os.getpid()):                 # at once: a DataLoader that ends would
         if os.getpid() == parent:                          # lose an exception; workers are silent
-            os.write(2, b"\nstopped: with --resume it goes on from last.pt, if there is one\n")
+            os.write(2, b"\nInterrupted. Add --resume to continue from last.pt.\n")
         os._exit(130)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1)
+        parser.error(f"unrecognized: {' '.join(unknown)}"
+                     + (f"; did you mean {near[0]}?" if near else ""))
     if argv is None:
-        signal.signal(signal.SIGINT, stop)                 # Ctrl-C
+        signal.signal(signal.SIGINT, interrupt)            # Ctrl-C
     try:
-        patch = 1 if args.patch_size is None else args.patch_size
-        grid_of(patch if args.img_size is None else args.img_size, patch)      # before any data
+        for name in ("img_size", "patch_size"):
+            if getattr(args, name) is not None:
+                setattr(args, name, pair(getattr(args, name)))         # (H, W)
+        if args.img_size and args.patch_size:
+            grid_of(args.img_size, args.patch_size)        # before any data are made
         start_processes(args)
         row = work(args)
         sys.stdout.flush()
@@ -718,35 +953,49 @@ def run(parser, work, argv):
         os._exit(1)
     except torch.OutOfMemoryError:
         parser.exit(1, "out of memory: try --accum, --grad_checkpointing, a lower --batch_size\n")
-    except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+    except InputError as error:
+        parser.error(str(error).strip().splitlines()[-1])
     if dist.is_initialized():
         dist.destroy_process_group()
     return row
 
 
 def main(argv=None):
-    """`python train.py` with the words `argv`; returns the last line of log.jsonl, a dict."""
+    """`python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
     parser = argparse.ArgumentParser("train.py", **LAYOUT)
-    parser.add_argument("--method", choices=METHODS, default="mae")
-    cls = METHODS[parser.parse_known_args(argv)[0].method]             # whose flags follow
-    parser.description = f"{cls.__name__}: {cls.__doc__}\n  up to 64 pixels or micro: {cls.small}"
+    parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)",
+                        metavar="NAME")
+    method = parser.parse_known_args(argv)[0].method       # whose flags follow
+    cls = METHODS[method]
+    parser.description = (
+        f"usage: python train.py --method {method} [--flag value ...]\n"
+        f"       torchrun --nproc_per_node 8 train.py --method {method} [--flag value ...]\n\n"
+        f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}. In parentheses: the value\n"
+        f"without the flag; small images are those up to 64 pixels, and any for --size micro.")
     add_options(parser)
-    add_flags(parser, "recipe (blr: lr for a batch of 256)", {**SHARED, **cls.recipe})
-    add_flags(parser, f"arguments of {cls.__name__}", knobs(cls), cls.__init__.__annotations__)
-    parser.set_defaults(eval_images=1000, eval_every=1)
-    option = parser.add_argument_group("pretraining and evaluation").add_argument
+    texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
+    add_flags(parser, "recipe", {**SHARED, **cls.recipe}, cls.small, HELP)
+    add_flags(parser, f"arguments of {cls.__name__}", method_arguments(cls), cls.small, texts,
+              cls.__init__.__annotations__)
+    parser.set_defaults(eval_images=1000, eval_every=1, pairs=hasattr(cls, "pairs"),
+                        own_draws=False)
+    option = parser.add_argument_group("pretraining").add_argument
     option("--init", metavar="FILE", help="start from the encoder of a checkpoint")
-    option("--mask", choices=("random", "grid", "block"), default="random", help="pattern (random)")
+    option("--mask", choices=("random", "grid", "block"), default="random",
+           help="pattern of the hidden patches: random, grid or block (random)", metavar="NAME")
     if hasattr(cls, "pairs"):
-        option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill")
-        option("--same_class", type=number(float, 0, 1), help="share of pairs of one class")
-    option("--eval", nargs="+", metavar="FILE", help="measure checkpoints instead of training")
-    option("--mask_ratios", nargs="+", type=number(float), default=[0.5, 0.75, 0.9], metavar="R")
-    option("--masks", nargs="+", choices=("random", "grid", "block"),
+        option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
+        option("--same_class", type=bounded_number(float, 0, 1), metavar="X", help="share of the "
+               "pairs that are of one class (none given: partners are any images)")
+    option = parser.add_argument_group("evaluation").add_argument
+    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
+    option("--mask_ratios", nargs="+", type=bounded_number(float, 0, 1), metavar="X",
+           default=[0.5, 0.75, 0.9], help="mask ratios that --eval measures (0.5 0.75 0.9)")
+    option("--masks", nargs="+", choices=("random", "grid", "block"), metavar="NAME",
            help="patterns that --eval measures (that of --mask)")
-    option("--leak_free", action="store_true", help="norm_pix_loss without the true statistics")
-    return run(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
+    option("--leak_free", action="store_true", help="of models with norm_pix_loss: do not use the "
+           "mean and variance of hidden patches")
+    return run_cli(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
 
 
 if __name__ == "__main__":

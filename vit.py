@@ -28,20 +28,26 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 }
 
 
+class InputError(ValueError):
+    """A wrong input, not a bug: train.py and finetune.py end with its message alone, in one line."""
+
+
 # ------------------------------------------------------------------------------- images and patches
 def pair(size):
     """An int or an (H, W) pair, as an (H, W) tuple. ValueError unless above 0."""
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
-        raise ValueError(f"{size} is not a size in pixels, as in 32 or 32,48")
+        raise InputError(f"{size} is not a size in pixels, as in 32 or 32,48")
     return sides
 
 
 def grid_of(img_size, patch_size, **_):
     """The grid (h, w) of patches, from ints or (H, W) pairs. ValueError unless they fit."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
-    if min(H, W, p, q) < 1 or H % p or W % q:
-        raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
+    if H % p or W % q:
+        raise InputError(f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}: the nearest "
+                         f"that are, {max(p, H - H % p)}x{max(q, W - W % q)} and "
+                         f"{H + -H % p}x{W + -W % q}")
     return (H // p, W // q)
 
 
@@ -50,7 +56,7 @@ def patchify(images, patch_size):
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     if H % p or W % q:
-        raise ValueError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
+        raise InputError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
     x = images.reshape(B, C, H // p, p, W // q, q)                     # (B, C, h, p, w, q)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, h*w, p*q*C)
 
@@ -59,7 +65,7 @@ def unpatchify(patches, patch_size, grid):
     """patchify's inverse: patches (B,L,p*p*C) of a grid (h, w) -> images (B,C,h*p,w*p)."""
     (h, w), (p, q) = grid, pair(patch_size)
     if patches.shape[1] != h * w or patches.shape[2] % (p * q):
-        raise ValueError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
+        raise InputError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
     x = patches.reshape(-1, h, w, p, q, patches.shape[2] // (p * q))   # (B, h, w, p, q, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
 
@@ -98,7 +104,7 @@ def sincos_pos_embed(dim, grid):
     zero. The first half of the channels has the column, the second the row, each [sin | cos] of
     dim/4 frequencies. ValueError unless dim is a multiple of 4."""
     if dim % 4:
-        raise ValueError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
+        raise InputError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
     row = torch.arange(h).repeat_interleave(w)                         # (L,) of each patch
@@ -120,10 +126,10 @@ def visible_count(L, mask_ratio):
     """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
     ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
     if not 0 < mask_ratio < 1:
-        raise ValueError(f"mask_ratio {mask_ratio} is not between 0 and 1")
+        raise InputError(f"mask_ratio {mask_ratio} is not between 0 and 1")
     K = int(L * (1 - mask_ratio))
     if not 0 < K < L:
-        raise ValueError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: at least one must be "
+        raise InputError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: at least one must be "
                          f"visible and one hidden")
     return K
 
@@ -148,7 +154,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
         rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is hidden first
         noise = noise + (inside * rank).amax(dim=1)                    # (B, h, w)
     elif kind != "random":
-        raise ValueError(f"mask {kind!r} is not one of random, grid, block")
+        raise InputError(f"mask {kind!r} is not one of random, grid, block")
     return noise.flatten(1)                                            # (B, L)
 
 
@@ -169,7 +175,7 @@ class Attention(nn.Module):
     def __init__(self, dim, heads):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"width {dim} is not a multiple of {heads} heads")
+            raise InputError(f"width {dim} is not a multiple of {heads} heads")
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -252,7 +258,7 @@ class ViT(nn.Module):
     def check(self, images):
         """The number of images. ValueError if channels or size are not this model's."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
+            raise InputError(f"images of shape {tuple(images.shape)} for a model of "
                              f"{(self.in_chans, *self.img_size)}")
         return len(images)
 
@@ -264,11 +270,11 @@ class ViT(nn.Module):
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
-            raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
+            raise InputError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
         if exact and ((noise == 0) | (noise == 1)).all():
             shown, K = (noise == 0).sum(1), visible_count(L, mask_ratio)
             if (shown != K).any():
-                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
+                raise InputError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
                                  f"mask_ratio {mask_ratio} shows {K}")
         return masking(noise.float(), mask_ratio)
 
@@ -378,10 +384,10 @@ def sizes_of(state, path, heads=None):
         sizes = encoder_sizes(state)
         side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
     except KeyError as error:
-        raise ValueError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
+        raise InputError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
     heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"], heads)
     if heads is None:
-        raise ValueError(f"{path} does not say its number of heads: give --heads")
+        raise InputError(f"{path} does not say its number of heads: give --heads")
     return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads)
 
 
@@ -405,7 +411,7 @@ def transfer(model, state, grid=None):
     if theirs != ours:
         text = ("width {dim}, depth {depth}, patch {patch_size[0]}x{patch_size[1]}, "
                 "channels {in_chans}")
-        raise ValueError(f"the file: {text.format(**theirs)}; here {text.format(**ours)}")
+        raise InputError(f"the file: {text.format(**theirs)}; here {text.format(**ours)}")
 
     resized, new_grid = {}, model.encoder.grid
     for part, name in ((encoder, "encoder.pos_embed"), (rest, "decoder_pos_embed")):
@@ -438,7 +444,7 @@ def transfer(model, state, grid=None):
             errors.append(f"{k} is {'left over' if k in encoder else 'missing'}")
     if errors:
         more = f"; and {len(errors) - 4} more" if len(errors) > 4 else ""
-        raise ValueError("; ".join(errors[:4]) + more)
+        raise InputError("; ".join(errors[:4]) + more)
 
     taken = {k: v for k, v in (encoder | rest).items() if k in (own_encoder | own_rest)}
     model.load_state_dict(taken, strict=False)

@@ -45,7 +45,7 @@ from torchvision import transforms
 from tqdm import tqdm
 
 import train
-from train import METHODS, knobs, number, numbers
+from train import METHODS, bounded_number, method_arguments, parse_list
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, normalize, pair
 
 PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
@@ -107,13 +107,13 @@ class Case:
             raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
         cls, own = METHODS[name], {k: getattr(args, k) for k in OWN}
-        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # as train.fill
-            own |= {k: v for k, v in cls.small.items() if k in knobs(cls)}
+        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # as train.apply_recipe
+            own |= {k: v for k, v in cls.small.items() if k in method_arguments(cls)}
         for option in options:
             key, _, value = option.partition("=")
-            if key not in {*OWN, *knobs(cls)}:
+            if key not in {*OWN, *method_arguments(cls)}:
                 raise ValueError(f"{spec}: {name} has no argument {key}, it has "
-                                 f"{' '.join([*OWN, *knobs(cls)])}")
+                                 f"{' '.join([*OWN, *method_arguments(cls)])}")
             try:
                 own[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
@@ -123,7 +123,8 @@ class Case:
                              f"{' '.join(DTYPES)}")
         self.args = SimpleNamespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            "device": args.device.type, **{k: own.pop(k) for k in OWN}})
+            "device": args.device.type, "own_draws": False,
+            **{k: own.pop(k) for k in OWN}})
         train.start_processes(self.args)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device = self.args.device
@@ -224,7 +225,7 @@ def pipeline(args, img_size):
     files, targets, classes = train.list_folder(Path(args.data))[0]
     n = max(args.steps, 2) * args.batch_size               # as often as it takes
     ids = torch.arange(n).remainder(len(files)).split(args.batch_size)
-    split = train.Split(files, targets, classes, train.crop_transform(img_size, args))
+    split = train.ImageDataset(files, targets, classes, train.crop_transform(img_size, args))
     theirs = AnyFolder(Path(args.data, "train" if classes else ""), transforms.Compose([
         transforms.RandomResizedCrop(img_size, (0.2, 1),
                                      interpolation=transforms.InterpolationMode.BICUBIC),
@@ -235,7 +236,7 @@ def pipeline(args, img_size):
     seconds = [], []
 
     def ours():
-        for pictures, _ in train.load_pictures(split, ids, args):
+        for pictures, _ in train.load_images(split, ids, args):
             normalize(pictures, METHODS["mae"])            # which ToTensor and Normalize do there
 
     for _ in range(1 + args.rounds):                       # the first one warms up
@@ -296,23 +297,23 @@ def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    option, count = parser.add_argument, number(int, 1)
+    option, count = parser.add_argument, bounded_number(int, 1)
     option("--method", nargs="+", help="(all; with --data: mae)")
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
         option(f"--{part}", type=count, help="instead of the size's")
-    option("--img_size", nargs="+", type=numbers, default=[224], help="or H,W, or several")
-    option("--patch_size", type=numbers, help="or H,W (16)")
+    option("--img_size", nargs="+", type=parse_list, default=[224], help="or H,W, or several")
+    option("--patch_size", type=parse_list, help="or H,W (16)")
     option("--batch_size", type=count, default=16)
     option("--amp", choices=DTYPES, default="auto")
     option("--compile", action="store_true")
     option("--grad_checkpointing", action="store_true")
     option("--device", help="cuda, mps or cpu (the best there is)")
     option("--steps", type=count, default=20, help="that are measured (20)")
-    option("--warmup", type=number(int, 0), default=3, help="steps before")
+    option("--warmup", type=bounded_number(int, 0), default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
-    option("--jpegs", type=number(int, 0), default=0, help="write so many into FOLDER before")
-    option("--workers", type=number(int, 0), default=1, help="of the pipeline")
+    option("--jpegs", type=bounded_number(int, 0), default=0, help="write so many into FOLDER before")
+    option("--workers", type=bounded_number(int, 0), default=1, help="of the pipeline")
     option("--rounds", type=count, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))

@@ -36,7 +36,8 @@ for backend in (torch.cuda, torch.backends.mps):           # they take sums in a
 def settings(**more):
     """What a command line leaves in `args`, as far as reading pictures and cropping need it."""
     return SimpleNamespace(**{**dict(rank=0, world=1, local_rank=0, device=torch.device("cpu"),
-                                     dtype=torch.float32, workers=0, crop=1.0, flip=False), **more})
+                                     dtype=torch.float32, workers=0, crop=1.0, flip=False,
+                                     patch_size=None, batch_size=64, accum=1), **more})
 
 
 def write_pictures(root, classes, n, side=16, seed=0):

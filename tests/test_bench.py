@@ -68,7 +68,7 @@ def test_checkpointing_and_bfloat16_need_less_memory():
     ("--method gan", "--method gan is not one of mae crossmae"),
     ("--method mae:depht=3", "mae has no argument depht"),
     ("--method mae:decoder_dim=wide", "mae:decoder_dim=wide: "),
-    ("--method mae:mask_ratio=2", "mask_ratio 2 shows"),
+    ("--method mae:mask_ratio=2", "mask_ratio 2 is not between"),
     ("--method mae:amp=bf17", "amp not one of auto bf16"),
     ("--steps 0", "--steps: 0 is not a number from 1"), ("--jpegs 4", "no --data FOLDER"),
     ("--data flat --jpegs 1", "--jpegs 1 is less than 2"), ("--data nowhere", "--data nowhere is")])

@@ -21,7 +21,7 @@ import finetune
 import train
 from tests.conftest import (DECODER, TINY, ended, fork, same, script, shell, torchrun,
                             write_pictures)
-from train import METHODS, knobs
+from train import METHODS, method_arguments
 
 # ---------------------------------------------------------------------------------- command lines
 
@@ -41,26 +41,27 @@ train | --betas 0.9,2.0                        | --betas (0.9, 2.0) ; below 1
 train | --optimizer sgd --momentum 2           | --momentum ; 2 is not a number from 0 to 1
 train | --mask_ratio 0                         | mask_ratio 0.0 is not between 0 and 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 shows 0 of 16
+train | --mask_ratio 75                        | --mask_ratio ; 75 is not a number from 0 to 1
 train | --img_size 0                           | 0 is not a size in pixels, as in 32
 train | --img_size abc                         | abc is not a size in pixels
 train | --img_size 32,                         | --img_size ; '32,'
 train | --img_size 100001 --patch_size 16 --data shapes | img_size ; 100001 ; patch_size ; 16
-train | --patch_size 5                         | img_size (16, 16) ; patch_size (5, 5)
+train | --img_size 16 --patch_size 5           | img_size 16x16 is not ; patch_size 5x5 ; 15x15 and 20x20
 train | --heads 3                              | width 16 is not a multiple of 3 heads
 train | --decoder_dim 0 --data shapes          | --decoder_dim ; 0
 train | --decoder_depth -1 --data shapes       | --decoder_depth ; -1
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
-train | --data empty                           | --data empty is not shapes ; two or more pictures
+train | --data empty                           | --data empty has 0 images ; two
 train | --data no_val                          | no_val/val
-train | --data differ                          | --data differ: the classes of train/ and
+train | --data differ                          | only one of train/ and val/ has the class b
 train | --device warp                          | --device ; 'warp'
 train | --init nothing.pt                      | there is no checkpoint nothing.pt
 train | --runs text.pt                         | text.pt/new
 train | --name mae --data shapes               | runs/mae holds a run ; --resume ; --overwrite
 train | --resume --overwrite                   | --overwrite: not allowed with argument --resume
 train | --name mae --resume --depth 1          | runs/mae/last.pt cannot be resumed: depth ; 2
-train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer ; adamw, not sgd
-train | --name tuned --resume                  | cannot be resumed: method ; classifier, not mae
+train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer was adamw, is sgd
+train | --name tuned --resume                  | cannot be resumed ; was ; is
 train | --method crossmae --feature_maps 9     | feature_maps 9 ; from 0 to 1
 train | --method crossmae --prediction_ratio 0.9 | prediction_ratio 0.9 ; at most mask_ratio 0.75
 train | --method hypermae --modulated_layer 7  | modulated_layer 7 is not between 0 and mlp_depth 6
@@ -79,11 +80,11 @@ train | --method imae --teacher runs/mae/last.pt --decoder_dim 32 | decoder_dim 
 eval  | --eval                                 | --eval ; argument
 eval  | --eval gone.pt                         | there is no checkpoint gone.pt
 eval  | --eval runs/tuned/last.pt              | runs/tuned/last.pt ; train.py
-eval  | --mask_ratios 2                        | mask_ratio 2.0 is not between 0 and 1
+eval  | --mask_ratios 2                        | --mask_ratios ; 2 is not a number from 0 to 1
 tune  | --checkpoint data                      | no checkpoint data
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
 tune  | --data flat                            | --data flat has no labels: give class folders
-tune  | --dim 32                               | runs/mae/last.pt does not fit: ; here (32,
+tune  | --dim 32                               | runs/mae/last.pt does not fit: ; width 16 ; here width 32
 tune  | --mask_ratio 0.5                       | --mask_ratio
 tune  | --randaug 99                           | --randaug ; 99 is not a number from 0 to 30
 tune  | --k 0 --mode knn                       | --k ; 0 is not a number from 1
@@ -152,7 +153,7 @@ def test_wrong_command_lines_in_processes(desk):
     assert code == 2 and len(lines) == 1 and "--mode linear needs --checkpoint" in lines[0]
     words = [*BASE["train"], "--data", "two", "--batch_size", "2"]     # more than pictures
     code, lines = ended(fork(torchrun, script, "train.py", *words))
-    assert code != 0 and any("more than the 1 training pictures" in line for line in lines)
+    assert code != 0 and any("more than the 1 training images" in line for line in lines)
     assert not (desk / "runs/new").exists()
 
 
@@ -251,7 +252,7 @@ def test_nothing_but_unreadable_pictures(tmp_path, monkeypatch, capsys, words):
     with pytest.raises(SystemExit, match="2"):
         train.main(["--data", "bad", *TINY, "--batch_size", "1", *words])
     said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 4 and "none of 3 pictures can be read" in said[-1]
+    assert len(said) == 4 and "none of 3 images can be read" in said[-1]
     assert not Path("runs").exists()
 
 
@@ -495,7 +496,7 @@ def draw(seed):
                         loss_on=r.choice(("all", "masked")), coord_jitter=either(),
                         pixel_fraction=r.uniform(0.01, 1), encode_visible_only=either())
         return name, options
-    if "norm_pix_loss" in knobs(METHODS[name]):
+    if "norm_pix_loss" in method_arguments(METHODS[name]):
         options["norm_pix_loss"] = either()
     if name == "hypermae":
         layers, blocks = r.randint(2, 6), r.randint(1, 3)
@@ -505,7 +506,7 @@ def draw(seed):
                         pe_sigma=r.uniform(1, 2000), out_bias=r.random(), relu_around_m=either(),
                         loss_on=r.choice(("masked", "all")))
         return name, options
-    if "decoder_dim" not in knobs(METHODS[name]):          # a new method
+    if "decoder_dim" not in method_arguments(METHODS[name]):          # a new method
         return name, options
     heads = r.choice((1, 2, 3))
     options |= dict(decoder_dim=4 * heads * r.randint(1, 3), decoder_heads=heads,

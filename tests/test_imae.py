@@ -115,8 +115,7 @@ def test_measures(branches, teacher):
     images, model = images_and_noise(18)[0], build("imae", branches=branches, teacher=teacher)
     (rows,) = model.measures(images[:8], images[8:]).values()
     names = ("subordinate", "dominant")[:branches]
-    names = [f"{where} {name}" for where in ("branch", "mixed", "control")
-             for name in names]
+    names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
     assert [row["mix"] for row in rows] == [*MIXES] == [i / 20 for i in range(1, 10)]
     assert all([*row] == ["mix", "psnr", *(names if teacher else [])] for row in rows)
     assert model.measures(images[:8], images[8:17]) == {}

@@ -176,7 +176,7 @@ def test_on_a_gpu_that_is_not_there(name, options):
 def test_a_step_waits_for_nothing(name):
     """On the device of tensors without values."""
     model, inputs = build(name).to("meta"), [x[:2].to("meta") for x in images_and_noise()]
-    args = SimpleNamespace(accum=2, clip_grad=1, world=1, dtype=torch.float32,
+    args = SimpleNamespace(accum=2, clip_grad=1, world=1, rank=0, own_draws=False, dtype=torch.float32,
                            device=torch.device("cpu"))
     train.train_step(model, torch.optim.AdamW(model.parameters()),
                      torch.amp.GradScaler("cpu", enabled=False), inputs, args)
@@ -387,7 +387,7 @@ IMPOSSIBLE = {
     *[(n, *case) for n in IMPOSSIBLE for case in IMPOSSIBLE[n]],
     *[(n, dict(mask_ratio=0.99), "mask_ratio 0.99 shows 0 of 24") for n in OPTIONS],
     *[(n, *case) for n in METHODS for case in (
-        (dict(heads=3), "width 16 is"), (dict(img_size=30), "img_size 30 is"))]])
+        (dict(heads=3), "width 16 is"), (dict(img_size=30), "img_size 30x30 is"))]])
 def test_impossible_options(name, options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         build(name, **options)

@@ -45,7 +45,7 @@ def test_timm(tmp_path, monkeypatch):
 def test_commands_and_links(monkeypatch):
     scripts, flags, runs = {"train": train, "finetune": finetune}, {"--table"}, set()
     for script in scripts.values():                        # which only parse
-        monkeypatch.setattr(script, "run", lambda parser, work, argv: (
+        monkeypatch.setattr(script, "run_cli", lambda parser, work, argv: (
             flags.update(parser._option_string_actions), parser.parse_args(argv))[1])
     shell = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", "")
     for script, words in re.findall(r"(\w+)\.py(.*?)(?:  #.*)?\n", shell):
@@ -69,17 +69,17 @@ def test_the_papers_tables_as_flags(monkeypatch):
 
     def open_data(name, img_size, args):
         images = torch.zeros(4, 3, 1, 1, dtype=torch.uint8)
-        split = train.Split(images, [0, 0, 1, 1], ["a", "b"])
+        split = train.ImageDataset(images, [0, 0, 1, 1], ["a", "b"])
         return split, split, vit.pair(img_size or sides.get(name, 224))
 
     def fit(args, *_, config, **__):
-        built.append({"config": config, "flags": {"data": args.data}})
+        built.append({"config": config, "flags": {"data": args.data}, "model": {}})
 
     for script in (train, finetune):
         monkeypatch.setattr(script, "open_data", open_data)
         monkeypatch.setattr(script, "fit", fit)
     monkeypatch.setattr(train, "compare", lambda args: built.append(built[-1]))
-    monkeypatch.setattr(train, "read", lambda path: None)
+    monkeypatch.setattr(train, "read", lambda *_: {"config": {}})
     monkeypatch.setattr(train, "teacher_of", lambda *_: (vit.SIZES["tiny"], None))
     monkeypatch.setattr(finetune, "read", lambda *_: built[-1])
     monkeypatch.setattr(finetune, "initialize", lambda *_: [])
