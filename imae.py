@@ -117,7 +117,7 @@ class IMAE(nn.Module):
         """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
         dominant); mix, the weight of images, is a number or (B,). ValueError if shapes differ."""
         if partners.shape != images.shape:
-            raise InputError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
+            raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         x1 = torch.where(a <= 0.5, images, partners)                   # subordinate
         x2 = torch.where(a <= 0.5, partners, images)                   # dominant

@@ -56,7 +56,7 @@ def patchify(images, patch_size):
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     if H % p or W % q:
-        raise InputError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
+        raise ValueError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
     x = images.reshape(B, C, H // p, p, W // q, q)                     # (B, C, h, p, w, q)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, h*w, p*q*C)
 
@@ -65,7 +65,7 @@ def unpatchify(patches, patch_size, grid):
     """patchify's inverse: patches (B,L,p*p*C) of a grid (h, w) -> images (B,C,h*p,w*p)."""
     (h, w), (p, q) = grid, pair(patch_size)
     if patches.shape[1] != h * w or patches.shape[2] % (p * q):
-        raise InputError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
+        raise ValueError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
     x = patches.reshape(-1, h, w, p, q, patches.shape[2] // (p * q))   # (B, h, w, p, q, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
 
@@ -258,7 +258,7 @@ class ViT(nn.Module):
     def check(self, images):
         """The number of images. ValueError if channels or size are not this model's."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise InputError(f"images of shape {tuple(images.shape)} for a model of "
+            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
                              f"{(self.in_chans, *self.img_size)}")
         return len(images)
 
@@ -270,11 +270,11 @@ class ViT(nn.Module):
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
-            raise InputError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
+            raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
         if exact and ((noise == 0) | (noise == 1)).all():
             shown, K = (noise == 0).sum(1), visible_count(L, mask_ratio)
             if (shown != K).any():
-                raise InputError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
+                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
                                  f"mask_ratio {mask_ratio} shows {K}")
         return masking(noise.float(), mask_ratio)
 
