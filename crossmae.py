@@ -251,9 +251,8 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def figures(self, images):
-        """{"contributions": (rows,columns,C,H,W)}, a row for each image: the visible patches, the
-        parts of Appendix D, and all together; and "map_weights", Figure 5c: a row for each decoder
-        block, a column for each feature map, 0 in grey, negative ones darker."""
+        """{name: (caption, images (rows,columns,C,H,W))}: the parts of Appendix D, and the weights
+        of Figure 5c."""
         noise = self.encoder.fixed_noise(images)
         parts, ids_keep, ids_mask = self.contributions(images, noise)
         if self.norm_pix_loss:
@@ -265,9 +264,14 @@ class CrossMAE(nn.Module):
         for part in parts:
             cells.append(paste(black, part, ids_mask, ids_keep))
         cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
-        figures = {"contributions": torch.stack(cells, dim=1)}         # 2 + 1 + decoder depth
+        figures = {"contributions": (
+            "visible patches, the part of mask token and position, that of each decoder block, all "
+            "together", torch.stack(cells, dim=1))}                    # 2 + 1 + decoder depth
         if self.mixes:
             W = self.map_weights()                                     # (decoder depth, n)
             grey = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)
-            figures["map_weights"] = normalize(grey, self)[None]       # (1, 1, C, depth, n)
+            figures["map_weights"] = (
+                "a row for each decoder block, a column for each feature map: its weight in the "
+                "mix, 0 in grey, negative ones darker",
+                normalize(grey, self)[None])                           # (1, 1, C, depth, n)
         return figures

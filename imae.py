@@ -215,9 +215,8 @@ class IMAE(nn.Module):
         return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
 
     def figures(self, images):
-        """{"unmix": (rows,columns,C,H,W)}: the first two images in mixtures, as in Figures 6 and 7,
-        a row for each weight: mixture, masked, subordinate prediction, the same with the mixture's
-        visible patches, subordinate image, dominant image."""
+        """{"unmix": (caption, images (rows,columns,C,H,W))}: the first two images in mixtures, as
+        in Figures 6 and 7."""
         if len(images) < 2:
             return {}
         x1, x2, rows = images[:1], images[1:2], []
@@ -227,7 +226,10 @@ class IMAE(nn.Module):
             masked = mixture * (1 - self.encoder.pixels_of(mask))
             pasted = self.encoder.copy_visible(decoded, mixture, mask)
             rows.append(torch.cat([mixture, masked, decoded, pasted, x1, x2]))
-        return {"unmix": torch.stack(rows)}
+        return {"unmix": (
+            "a row for each weight of the subordinate image, 0.05 to 0.45: mixture, masked, "
+            "subordinate image as predicted, with the mixture's visible patches, subordinate "
+            "image, dominant image", torch.stack(rows))}
 
     @torch.no_grad()
     def measures(self, train, val):

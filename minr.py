@@ -240,10 +240,11 @@ class MINR(nn.Module):
         return rendered.unflatten(2, size), mask                       # (B, C, H', W')
 
     def figures(self, images):
-        """{"rendered": (rows,2,C,4H,4W)}: rendered at four times the size, beside bicubic upscaling
-        of what is rendered at the model's own."""
+        """{"rendered": (caption, images (rows,2,C,4H,4W))}."""
         (H, W), noise = self.encoder.img_size, self.encoder.fixed_noise(images)
         native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
         large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")
-        return {"rendered": torch.stack([large, upscaled], dim=1)}     # (rows, 2, C, 4H, 4W)
+        return {"rendered": ("rendered at 4 times the size, and bicubic upscaling of what is "
+                             "rendered at the model's own size",
+                             torch.stack([large, upscaled], dim=1))}

@@ -390,8 +390,9 @@ def load_images(dataset, batches, args, seed=0):
             yield dataset.images[ids.to(args.device)], dataset.labels[ids].to(args.device)
         return
     keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(PIECE)]
-    cuda, fork = args.device.type == "cuda", sys.platform == "linux" and args.workers > 0
-    pieces = iter(DataLoader(dataset, batch_sampler=keys, num_workers=args.workers, pin_memory=cuda,
+    workers, cuda = min(args.workers, len(keys)), args.device.type == "cuda"
+    fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
+    pieces = iter(DataLoader(dataset, batch_sampler=keys, num_workers=workers, pin_memory=cuda,
                              multiprocessing_context="fork" if fork else None))
     for ids in batches:
         images, labels = zip(*islice(pieces, math.ceil(len(ids) / PIECE)))
@@ -848,9 +849,10 @@ def compare(args):
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
             notes += [f"{path}: {title}", as_table(table)]
         figures = model.figures(images[1][:8]) if hasattr(model, "figures") else {}
-        for name, cells in figures.items():
-            notes.append(f"see     {Path(path).with_name(name)}.png")
-            save_picture(denormalize(cells, model).unbind(1), Path(path).with_name(f"{name}.png"))
+        for name, (caption, cells) in figures.items():
+            picture = Path(path).with_name(f"{name}.png")
+            notes.append(f"see     {picture}: {caption}")
+            save_picture(denormalize(cells, model).unbind(1), picture)
     if not rows:
         raise InputError(f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")

@@ -350,14 +350,30 @@ def hours(setup):
     return f"{setup.title}: {'; '.join(seeds) or 'none did'}"
 
 
-def report(lines):
-    """All of it, of the lines of a results.jsonl, as one text."""
+def read_setups(lines):
+    """A Setup for each table in the lines of a results.jsonl."""
     last, tables = {}, {}
     for record in map(json.loads, lines):
         last[tuple(record[key] for key in ("table", "encoder", "column", "seed"))] = record
     for record in last.values():
         tables.setdefault(record["table"], []).append(record)
-    setups = [*map(Setup, tables.values())]
+    return [*map(Setup, tables.values())]
+
+
+def summary(lines):
+    """The README's table: a row for each encoder of the first setup."""
+    setup = read_setups(lines)[0]
+    rows = []
+    for encoder in NAMES:
+        cells = setup.row(encoder, [(HIDDEN, DECODED), "20-NN", *LABELS])
+        minutes = setup.numbers.get((encoder, "minutes"), {}).values()
+        rows.append([NAMES[encoder], *cells, f"{median(minutes):.0f}" if minutes else ""])
+    return markdown(["encoder", "PSNR, hidden / decoded", "20-NN", *LABELS, "minutes"], rows)
+
+
+def report(lines):
+    """All of it, of the lines of a results.jsonl, as one text."""
+    setups = read_setups(lines)
     parts = [INTRO, "**Time of training**, of the commands that recorded it. "
              + ". ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
     for setup in setups:

@@ -135,7 +135,7 @@ def test_contributions_add_up(options):
     whole = model.decode(model.encode(images, ids_keep), ids_mask)
     assert torch.allclose(parts.sum(0), whole, atol=1e-5)
     assert all(part.abs().mean() > 1e-4 for part in parts)
-    figures = model.figures(images)
+    figures = {name: cells for name, (_, cells) in model.figures(images).items()}
     assert ("map_weights" in figures) == (options != dict(feature_maps="last"))
     cells = figures["contributions"]
     assert cells.shape == (3, 2 + len(parts), 3, 16, 24)

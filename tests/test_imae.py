@@ -143,7 +143,7 @@ def test_measures_find_what_is_there():
 def test_figure():
     """A row a weight; mixture, masked, prediction, with visible patches, the two targets."""
     model, (images, _) = build("imae"), images_and_noise()
-    rows = model.figures(images)["unmix"]
+    _, rows = model.figures(images)["unmix"]
     assert rows.shape == (len(MIXES), 6, 3, 16, 24)
     assert torch.allclose(rows[0, 0], 0.05 * images[0] + 0.95 * images[1], atol=1e-6)
     assert torch.equal(rows[3, 4], images[0]) and torch.equal(rows[3, 5], images[1])

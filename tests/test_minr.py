@@ -164,7 +164,7 @@ def test_defaults(kind, groups, sigma):
 def test_figure():
     """Four times the size, beside bicubic upscaling of the same mask's native rendering."""
     model, (images, _) = build("minr"), images_and_noise()
-    rendered = model.figures(images)["rendered"]
+    _, rendered = model.figures(images)["rendered"]
     assert rendered.shape == (3, 2, 3, 64, 96)
     noise = model.encoder.fixed_noise(images)
     assert torch.allclose(rendered[:, 0], model.render(images, (64, 96), noise), atol=1e-6)
