@@ -68,7 +68,7 @@ HELP = dict(  # of the flags of a recipe
     optimizer="adamw, adam or sgd", lr="learning rate; unless given, blr * batch_size / 256",
     blr="learning rate for a batch of 256", min_lr="learning rate at the end of the cosine",
     momentum="of SGD", betas="of Adam and AdamW, as in 0.9,0.95",
-    weight_decay="of all weights but biases, norms and tokens",
+    weight_decay="of weights; biases and norms have none",
     schedule="of the learning rate after the warm-up: cosine or constant",
     batch_size="images in a step, over all processes and pieces", epochs="passes over the images",
     warmup_epochs="epochs in which the learning rate rises from 0",
