@@ -1,43 +1,48 @@
-"""CrossMAE: each hidden patch is read out of the encoder by itself, so only some need be.
+"""CrossMAE: each hidden patch is decoded by itself, so that it is enough to decode some of them.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
 Autoencoders (TMLR 2025, arXiv 2401.14391), whose numbers of sections, tables and figures are used
 here; an earlier anonymous version has others. Release: https://github.com/TonyLianLong/CrossMAE
 
-MAE's decoder lets hidden patches attend to one another, which they hardly use. Here a mask token is
-a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's prediction
-is the same whichever others are asked for: the loss takes a random subset of the hidden patches and
-nothing is computed for the rest. Each decoder block reads its own learnt mix of the feature maps of
-all encoder blocks.
+MAE's decoder lets hidden patches attend to one another, which they do little (Sec. 1). Here a mask
+token is a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's
+prediction is the same whichever others are asked for: the loss takes a random subset of the hidden
+patches and nothing is computed for the rest. Each decoder block reads its own learnt mix of the
+feature maps of all encoder blocks.
 
     B images, L patches, K visible, M predicted, D encoder width, E decoder width, p patch side
-    n feature maps f_1 ... f_n of (B,1+K,D); W the weights of their mixes, one row a decoder block
+    n feature maps f_1 ... f_n of (B,1+K,D); W (decoder depth,n) the weights of their mixes
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder: maps (n,B,1+K,D) -> mixes (B,1+K,D)
     queries (B,M,E) -> decoder blocks, which read the mixes -> pixels (B,M,p*p*C)
 
 Where paper and release differ, and what is done here:
   1. Sec. 3.4 draws the mixing weights from N(0, 1/n); the release then overwrites them by xavier's.
-     As in the paper; n counts the maps (A.3), 13 for ViT-B with the input, not the blocks.
+     We follow the paper. n is the number of maps (A.3), 13 for ViT-B: 12 blocks and the input.
   2. Sec. 3.3 predicts a share of the patches. As released, int(L (mask ratio - prediction ratio))
-     hidden patches are skipped and the others predicted: 10 of 64, not 9, at 0.75 and 0.15.
+     hidden patches are skipped and the others predicted: at 0.75 and 0.15 of 64 patches 10, not
+     int(9.6) = 9.
   3. Predicted are the hidden patches with the highest noise, as released: a uniform choice with
      random masks and, at 75%, grid masks (Table 15: `--mask grid`). With `--mask block` it is not
      uniform: the rectangles that are hidden first are always predicted.
   4. Mask tokens are the queries, encoder tokens keys and values. Sec. 4.4 exchanges these roles;
      Figure 4's caption calls the encoder's output "keys and queries", a slip for values.
-  5. With mixing, the encoder has no final norm; each mix has its own, which cancels the scale of a
-     single map's weight. For one map (Table 3d) the release forgets to build the norm that it
-     calls: here it is the encoder's final one.
-  6. The prediction ratio is 0.75 as in Sec. 4.2; Appendix C calls 0.25 the default. A.6 says 0.75
-     for Table 1, which has rows of 0.25 too. The last row of Table 5 follows one of partial
-     reconstruction (0.25), but has the cost of 0.75 in Table 4. The scaling of the learning rate
-     is in Sec. 3.3, not 3.4 as A.6 says.
+  5. With mixing, the encoder has no final norm; each mix has its own. Without (feature_maps "last",
+     Table 3d's one map) the release forgets to build the norm that it calls: here it is the
+     encoder's final one.
+  6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
   7. Softmax weights (Table 8) are over the maps, for each decoder block; projections (Table 9)
-     one a map, for all decoder blocks. Norms before mixing too (A.3: no better) are not built.
-  8. Table 3d does not name its 3 and 6 maps: 3,7,11 and 1,3,5,7,9,11 would be evenly spaced.
-  9. For ViT-S the release has decoder_dim 256 and decoder_heads 8; A.6 says MAE's width.
+     one per map, for all decoder blocks. Norms before mixing too (A.3: no better) are not built.
+  8. Table 3d does not name its 3 and 6 maps: 3,7,11 and 1,3,5,7,9,11 would be evenly spaced. Its
+     numbers do not count the input.
+  9. For ViT-S the release has decoder_dim 256 and decoder_heads 8; A.6 says MAE's width. Neither is
+     a default here: give flags.
  10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` predicts all
      hidden patches at once, more queries than attended to one another in training.
+ 11. Appendix D takes the norm before the head to be linear, which it is once its standard deviation
+     is fixed: `contributions` takes that of the last block's output.
+ 12. Slips: A.6 says 0.75 for Table 1, which has rows of 0.25 too, and Sec. 3.4 for the scaling of
+     the learning rate, which is in 3.3. The last row of Table 5 follows one of partial
+     reconstruction (0.25), but has the minutes of 0.75 in Table 4.
 """
 
 import torch
@@ -103,8 +108,8 @@ class CrossMAE(nn.Module):
         decoder_dim: width of the decoder (A.6: MAE's)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs the decoder reads: all of them, mixed (all); the
-            last one alone (last); or a list, counted from 0, as in 3,7,11 (Table 3d)
+        feature_maps: encoder blocks whose outputs the decoder reads: "all", mixed; "last" alone,
+            not mixed; or a list with the last one, counted from 0, as in 3,7,11 (Table 3d)
         include_input: mix the first block's input too (A.5); None: yes, unless feature_maps is last
         self_attention: let the predicted patches attend to each other, too (Table 3a)
         softmax_weights: make the mixing weights positive, with a sum of 1 (Table 8)
@@ -125,8 +130,8 @@ class CrossMAE(nn.Module):
                  include_input: bool = None, self_attention=False, softmax_weights=False,
                  project_maps=False):
         super().__init__()
-        self.mixes = mixes = feature_maps != "last"
-        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=not mixes)
+        self.mix_maps = mix_maps = feature_maps != "last"
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=not mix_maps)
         self.mask_ratio, self.prediction_ratio = mask_ratio, prediction_ratio
         self.norm_pix_loss, self.softmax_weights = norm_pix_loss, softmax_weights
         L, K = self.encoder.num_patches, visible_count(self.encoder.num_patches, mask_ratio)
@@ -139,7 +144,8 @@ class CrossMAE(nn.Module):
                              f"none of {L} patches")
         if decoder_depth < 1:
             raise InputError(f"decoder_depth {decoder_depth} is less than 1")
-        self.lr_scale = prediction_ratio / mask_ratio    # A.6: lr = gamma base_lr batch / (256 p)
+        # A.6: lr = base_lr batch / 256 gamma / p, prediction ratio gamma and mask ratio p
+        self.lr_scale = prediction_ratio / mask_ratio
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
@@ -150,7 +156,7 @@ class CrossMAE(nn.Module):
             for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
-        if mixes:
+        if mix_maps:
             blocks = range(depth) if feature_maps == "all" else feature_maps
             blocks = [blocks] if isinstance(blocks, (int, str)) else list(blocks)
             if (not set(blocks) <= set(range(depth)) or depth - 1 not in blocks
@@ -173,7 +179,7 @@ class CrossMAE(nn.Module):
             raise InputError("feature_maps last mixes nothing: it excludes include_input, "
                              "softmax_weights and project_maps")
         self.apply(init_weights)
-        if mixes:
+        if mix_maps:
             nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # w ~ N(0, 1/n), Sec. 3.4
 
     def map_weights(self):
@@ -185,15 +191,15 @@ class CrossMAE(nn.Module):
         """Inter-block attention (Sec. 3.4): what each decoder block reads of the visible patches
         ids_keep (B,K), a list of (B,1+K,D)."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
-        if not self.mixes:                                             # Figure 4a
+        if not self.mix_maps:                                          # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
         maps = self.encoder.layers(tokens)                             # 1 + depth of (B, 1+K, D)
         maps = [maps[i] for i in self.map_ids]                         # f_1 ... f_n
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # Table 9
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)
-        mixes = self.map_weights() @ maps.flatten(1)                   # eq. 1: t_k = sum w_j^k f_j
-        mixes = mixes.view(-1, *maps.shape[1:])                        # (decoder depth, B, 1+K, D)
+        # eq. 1: t_k = sum_j w_j^k f_j, for each decoder block k: (decoder depth, B, 1+K, D)
+        mixes = torch.einsum("kn,nbtd->kbtd", self.map_weights(), maps)
         return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # (B, 1+K, D) each, A.3
 
     def decode(self, features, ids):
@@ -205,10 +211,11 @@ class CrossMAE(nn.Module):
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
-        scalar, and {"loss"}, detached: the mean squared error of the predicted patches. Without
-        self_attention it is an unbiased estimate of that of all hidden ones (Sec. 3.3)."""
+        scalar, and {"loss"}, detached: the mean squared error of the predicted patches. Of random
+        masks and without self_attention, it is an unbiased estimate of that of all hidden ones
+        (Sec. 3.3)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = ids_mask[:, self.skipped:]                               # (B, M) Sec. 3.3
+        ids = ids_mask[:, self.skipped:]                               # (B, M) a random subset
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, M, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same
         loss = (pred.float() - target).square().mean()                 # Sec. 3.3
@@ -223,6 +230,7 @@ class CrossMAE(nn.Module):
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         features = self.encode(images, ids_keep)
+        # apart, so that with self_attention visible queries do not change the hidden ones
         hidden = self.decode(features, ids_mask)                       # (B, L-K, p*p*C)
         visible = self.decode(features, ids_keep)                      # (B, K, p*p*C)
         pred, ids = torch.cat([visible, hidden], dim=1), torch.cat([ids_keep, ids_mask], dim=1)
@@ -239,13 +247,14 @@ class CrossMAE(nn.Module):
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, L-K, E) f_0
         parts = [x]                                                    # g_0 = f_0
         for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
-            before, x = x, block(x, y)                                 # f_{i-1}, f_i
-            parts.append(x - before)                                   # g_i = f_i - f_{i-1}
+            output = block(x, y)                                       # f_i, from f_{i-1}
+            parts.append(output - x)                                   # g_i = f_i - f_{i-1}
+            x = output
         norm, head = self.decoder_norm, self.decoder_pred              # h
         std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, L-K, 1)
-        parts = torch.stack(parts)                                     # (1+depth, B, L-K, E)
+        parts = torch.stack(parts)                         # (1+decoder depth, B, L-K, E)
         parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
-        parts = parts @ head.weight.T                                  # h(g_i), p*p*C for E
+        parts = parts @ head.weight.T                      # (1+decoder depth, B, L-K, p*p*C) h(g_i)
         parts[0] += head(norm.bias)
         return parts, ids_keep, ids_mask
 
@@ -259,19 +268,19 @@ class CrossMAE(nn.Module):
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
             parts = parts * std                                        # of the true patches
             parts[0] += mean
-        paste, black = self.encoder.paste_patches, torch.zeros_like(images)
+        paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
         cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
         for part in parts:
-            cells.append(paste(black, part, ids_mask, ids_keep))
+            cells.append(paste(grey, part, ids_mask, ids_keep))
         cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
         figures = {"contributions": (
             "visible patches, the part of mask token and position, that of each decoder block, all "
             "together", torch.stack(cells, dim=1))}                    # 2 + 1 + decoder depth
-        if self.mixes:
+        if self.mix_maps:
             W = self.map_weights()                                     # (decoder depth, n)
-            grey = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)
+            values = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)
             figures["map_weights"] = (
                 "a row for each decoder block, a column for each feature map: its weight in the "
                 "mix, 0 in grey, negative ones darker",
-                normalize(grey, self)[None])                           # (1, 1, C, depth, n)
+                normalize(values, self)[None])             # (1, 1, C, decoder depth, n)
         return figures

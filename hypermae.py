@@ -1,4 +1,4 @@
-"""HyperMAE: the encoder's tokens become the weights of a small MLP that predicts patches.
+"""HyperMAE: tokens become one layer of a small MLP, which predicts patches by their position.
 
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
 Release: https://github.com/cvlab-stonybrook/HyperMAE
@@ -6,7 +6,7 @@ Release: https://github.com/cvlab-stonybrook/HyperMAE
 Weight tokens go through a few ViT blocks (Feat2W) together with the encoded visible patches, and
 become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
 pixels: an implicit neural representation of the image, of which all other layers are shared by all
-images. There are no mask tokens, and a hidden patch costs a few matrix products.
+images. There are no mask tokens: a hidden patch costs one pass through a small MLP.
 
     B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
     N patches that are predicted, p patch side
@@ -15,19 +15,22 @@ images. There are no mask tokens, and a hidden patch costs a few matrix products
 
 Where paper and release differ, and what is done here:
   1. Sec. 2.2 has ReLU after the hidden layers; Algorithm 1 shows none; the release has none before
-     and after M, so that three linear maps meet there. As released; `relu_around_m` is the text.
-  2. The release builds a final norm in the encoder and never calls it. Here there is none.
+     and after M, so that three linear layers follow one another there. As released by default;
+     `relu_around_m` does as the text says.
+  2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release builds it and never calls it:
+     Feat2W gets the last block's output. Here there is none.
   3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`). As released.
-  4. The release predicts all patches and projects all tokens of Feat2W, Algorithm 1 the hidden
-     patches and the weight tokens. As in the paper. Sec. 2.2 appends the weight tokens to the
-     encoded patches, Algorithm 1 has them first, which gives the same: here they are the last.
+  4. The release predicts all patches, Algorithm 1 only the hidden ones. The release projects all
+     tokens of Feat2W, Algorithm 1 the weight tokens. Both as in the paper. Sec. 2.2 appends weight
+     tokens after the encoded patches, Algorithm 1 before, which gives the same, as they have no
+     positions: here they are the last.
   5. "PositionalEmbedding" to h in Algorithm 1 is the release's Fourier features of the patch's
-     centre, 2 pe_dim of them whatever h is.
+     centre, 2*pe_dim of them whatever h is (by default both are 256).
   6. Table 3 does not normalise targets, Table 1 shows that it is better to: on by default.
   7. The release stores M on the module between calls, and un-normalises by a standard deviation
      plus 1e-6. Here M is an argument, and un-normalising is the exact inverse.
   8. Sec. 2.2 allows M to be any of the l layers, h x h. The last one gives pixels, so it cannot;
-     the first (Table 7's 0) has 2 pe_dim inputs, so there M is 2 pe_dim x h.
+     the first (Table 7's 0) has 2*pe_dim inputs, so there M is 2*pe_dim x h.
 """
 
 import math
@@ -119,24 +122,27 @@ class HyperMAE(nn.Module):
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
         self.proj = nn.Linear(dim, hidden_dim)                         # Proj
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
-        rows = widths.pop(modulated_layer)                             # of M, which is that layer
+        # widths[i] is the number of inputs of layer i. M replaces layer modulated_layer: without
+        # it, the layers before and after it meet in the list, both of width h at that place
+        rows = widths.pop(modulated_layer)                             # inputs of M
         self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
         self.apply(init_weights)
 
     def encode(self, images, ids_keep):
-        """Encoder and Feat2W: the visible patches ids_keep (B,K) of images -> the modulated weights
-        M (B,h,h). With modulated_layer 0 they are (B,2 pe_dim,h)."""
-        n = len(self.encoder.blocks) - self.shared_blocks  # blocks that see no weight tokens
+        """Encoder and Feat2W: the visible patches ids_keep (B,K) of images -> the layer M (B,h,h)
+        of the PaCo-MLP; (B,2*pe_dim,h) if modulated_layer is 0."""
+        n = len(self.weight_tokens)
+        unshared = len(self.encoder.blocks) - self.shared_blocks       # see no weight tokens
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_class_token(x)                            # (B, 1+K, D)
-        for block in self.encoder.blocks[:n]:
+        for block in self.encoder.blocks[:unshared]:
             x = block(x)                                               # (B, 1+K, D) F^12, Sec. 2.1
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D)
-        for block in [*self.encoder.blocks[n:], *self.feat2w_blocks]:  # Feat2W; shared: Table 6
-            x = block(x)                                               # (B, 1+K+n, D)
-        W = x[:, -W.shape[1]:]                                         # (B, n, D) W^4
+        for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
+            x = block(x)                                               # (B, 1+K+n, D) Feat2W
+        W = x[:, -n:]                                                  # (B, n, D) W^4
         return self.T @ self.proj(W)                                   # (B, h, h) M = T Proj(W^4)
 
     def decode(self, coords, M):
@@ -161,13 +167,13 @@ class HyperMAE(nn.Module):
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
         scalar, and {"loss"}, detached: Algorithm 1, the mean squared error of predicted patches."""
-        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # x_vis, x_masked
+        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # of x_vis, x_masked
         M = self.encode(images, ids_keep)                              # (B, h, h)
         if self.loss_on == "all":                                      # Table 11
             ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, N, 2) pco
         pred = self.decode(coords, M)                                  # (B, N, p*p*C) z
-        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # the same x_masked
+        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, N, p*p*C) x_masked
         loss = (pred.float() - target).square().mean()                 # MSELoss(z, x_masked)
         return loss, {"loss": loss.detach()}
 

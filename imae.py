@@ -10,8 +10,9 @@ subordinate one (of the smaller weight), branch 2 the dominant one. Distillation
 towards the latent that a frozen MAE, the teacher, has of that image unmixed.
 
     B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
-    a the weight of the first image (Algorithm 1's alpha), x_1 the subordinate and x_2 the dominant
-    image, z_1 and z_2 the branches' latents, w_1 and w_2 the teacher's
+    x = images and y = partners; a the weight of x (Algorithm 1's alpha, `mix` in the code);
+    x_1 and x_2 the same two, subordinate and dominant; z_1, z_2 the branches' latents, w_1, w_2 the
+    teacher's. Algorithm 1's E_i and D_i are i-MAE's encoder and decoder, one for both branches
     a x + (1-a) y (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's hidden patches (B,M,p*p*C)
 
@@ -35,6 +36,8 @@ Where paper and release differ, and what is done here:
      epochs (release: 400).
   9. The release's figures paste the visible patches of x_1, here those of the mixture.
 """
+
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -115,22 +118,22 @@ class IMAE(nn.Module):
 
     def mixture(self, images, partners, mix):
         """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
-        dominant); mix, the weight of images, is a number or (B,). ValueError if shapes differ."""
+        dominant); `mix` is the weight of images, a number or (B,). ValueError if shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         x1 = torch.where(a <= 0.5, images, partners)                   # subordinate
         x2 = torch.where(a <= 0.5, partners, images)                   # dominant
-        return a * images + (1 - a) * partners, (x1, x2)               # mix = a x + (1 - a) y
+        return a * images + (1 - a) * partners, (x1, x2)               # a x + (1 - a) y
 
     def encode(self, mixture, ids_keep):
         """A mixture's visible patches ids_keep (B,K) -> the latents [z_1, z_2], (B,1+K,E) each."""
         latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mix)
-        return [F_i(latent) for F_i in self.decoder_embed]             # z_i = F_i(E_i(mix))
+        return [F_i(latent) for F_i in self.decoder_embed]             # z_1, z_2 = F(E_i(mix))
 
     def decode(self, z, ids_keep, ids_mask, count):
-        """A latent z (B,1+K,E) -> predictions (B,count,p*p*C) of the last `count` patches in noise
-        order: M for the hidden ones, which come last, L for all. (As in mae.py.)"""
+        """A latent z (B,1+K,E) -> predictions (B,count,p*p*C) of the last `count` tokens. Their
+        order is class token, visible, hidden: M are the hidden patches, L all. (As in mae.py.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) visible patches
@@ -156,7 +159,7 @@ class IMAE(nn.Module):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         recon, distill = [], torch.zeros((), device=images.device)
         for z, x in zip(self.encode(mixture, ids_keep), xs):           # z_i (B, 1+K, E), x_i
-            pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # p_i = D_i(z_i)
+            pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # p_1, p_2 = D_i(z)
             target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # t_i = norm_pix(x_i)
             recon.append((pred.float() - target).square().mean())      # MSE(p_i, t_i)
             if self.distill_weight > 0:
@@ -188,17 +191,18 @@ class IMAE(nn.Module):
         decoded = []
         for z, x in zip(self.encode(mixture, ids_keep), xs):
             pred = self.decode(z, ids_keep, ids_mask, ids.shape[1])    # (B, L, p*p*C)
-            known = mixture if leak_free else x            # mean and variance are taken from it
-            decoded.append(self.encoder.paste_patches(known, pred, ids, ids_keep,
+            statistics_from = mixture if leak_free else x              # mean and variance
+            decoded.append(self.encoder.paste_patches(statistics_from, pred, ids, ids_keep,
                                                       self.norm_pix_loss, leak_free))
         return decoded, mask
 
     def draw_mix(self, device):
-        """The weight of the first image, a 0-dim tensor: `mix`, or drawn from Beta(b, b)."""
+        """The weight of images, a 0-dim tensor, one for the batch as in Algorithm 1: the argument
+        mix, or drawn from Beta(b, b)."""
         mix = self.mix
         if mix is None:
             mix = torch.distributions.Beta(self.beta, self.beta).sample().item()
-        return torch.full((), mix, device=device)          # which waits for no GPU, as a copy would
+        return torch.full((), mix, device=device)          # on the device: a copy could wait for it
 
     def from_mae(self, state):
         """A state dict in this model's names: an MAE's decoder embedding becomes all branches'."""
@@ -231,46 +235,58 @@ class IMAE(nn.Module):
             "subordinate image as predicted, with the mixture's visible patches, subordinate "
             "image, dominant image", torch.stack(rows))}
 
+    def latents(self, images, mix, names):
+        """Latents of images (N,C,H,W), each mixed with the image before it, which is the dominant
+        one: {"mixed": the encoder's, "control": the teacher's of the mixture, "branch NAME": z,
+        "teacher NAME": w}, (N,1+K,D or E) each. All under one mask: token t is the same patch."""
+        parts = defaultdict(list)
+        for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
+            ids_keep, _, _ = self.encoder.mask(x, self.one_mask(x), self.mask_ratio)
+            mixture, xs = self.mixture(x, y, mix)
+            mixed = self.encoder(mixture, ids_keep)
+            parts["mixed"].append(mixed)
+            parts["control"].append(self.teach(mixture, ids_keep))
+            for name, F_i, image in zip(names, self.decoder_embed, xs):
+                parts[f"branch {name}"].append(F_i(mixed))
+                parts[f"teacher {name}"].append(self.teach(image, ids_keep))
+        return {name: torch.cat(part) for name, part in parts.items()}
+
+    def subordinate_psnr(self, images, mix):
+        """PSNR (N,) in dB of hidden pixels of images (N,C,H,W) as the first branch predicts them
+        from mixtures with the image before."""
+        decibels = []
+        for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
+            decoded, mask = self.unmix(x, y, mix, self.one_mask(x))
+            hidden = self.encoder.pixels_of(mask)                      # (b, 1, H, W)
+            error = (denormalize(decoded[0], self) - denormalize(x, self)).square()
+            error = (error * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
+            decibels.append(-10 * error.clamp(min=1e-10).log10())
+        return torch.cat(decibels)
+
     @torch.no_grad()
     def measures(self, train, val):
-        """How linearly separable the latents are: {title: a row {name: number} for each weight of
-        MIXES}, of images val (N,C,H,W), normalised, each mixed with the one before as the dominant
-        one, all under one mask; {} for less than 10. The title says what the numbers are. Linear
-        maps are fitted on `train`; each position's mean is subtracted first (ridge_r2)."""
+        """Ours: how linearly separable the latents are, {title: a row {name: number} for each
+        weight of MIXES}, of images val (N,C,H,W), normalised; {} for less than 10. The title says
+        what the numbers are. Linear maps are fitted on `train`."""
         if len(val) < 10:
             return {}
-        branches = ("subordinate", "dominant")[:len(self.decoder_embed)]
-
-        def latents(images, partners, a):                              # (b, 1+K, E or D) each
-            ids_keep = self.encoder.mask(images, self.one_mask(images), self.mask_ratio)[0]
-            mixed = self.encoder(self.mixture(images, partners, a)[0], ids_keep)
-            found = {f"branch {n}": F_i(mixed) for n, F_i in zip(branches, self.decoder_embed)}
-            control = self.teach(self.mixture(images, partners, a)[0], ids_keep)
-            wanted = {n: self.teach(x, ids_keep) for n, x in zip(branches, (images, partners))}
-            return {**found, **{f"mixed {n}": mixed for n in branches},
-                    **{f"control {n}": control for n in branches}, **wanted}
-
-        def batches(images):
-            return zip(images.split(250), images.roll(1, 0).split(250))
-
-        def psnr(images, partners, a):                                 # (b,)
-            (decoded, *_), mask = self.unmix(images, partners, a, self.one_mask(images))
-            hidden = self.encoder.pixels_of(mask)
-            error = (denormalize(decoded, self) - denormalize(images, self)).square()
-            error = (error * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
-            return -10 * error.clamp(min=1e-10).log10()
+        names = ("subordinate", "dominant")[:len(self.decoder_embed)]
         rows = []
-        for a in MIXES:
-            decibels = torch.cat([psnr(*b, a) for b in batches(val)])
-            rows.append({"mix": a, "psnr": decibels.mean().item()})
+        for mix in MIXES:
+            row = {"mix": mix, "psnr": self.subordinate_psnr(val, mix).mean().item()}
             if self.teacher:
-                parts = [[latents(*b, a) for b in batches(part)] for part in (train, val)]
-                fit, score = ({k: torch.cat([p[k] for p in part]) for k in part[0]}
-                              for part in parts)
-                rows[-1] |= {k: ridge_r2(fit[k], fit[n], score[k], score[n])
-                             for k in fit if k not in branches for n in branches if k.endswith(n)}
+                fit, score = self.latents(train, mix, names), self.latents(val, mix, names)
+                for source in ("branch", "mixed", "control"):
+                    for name in names:
+                        key = f"branch {name}" if source == "branch" else source
+                        target = f"teacher {name}"
+                        row[f"{source} {name}"] = ridge_r2(fit[key], fit[target], score[key],
+                                                           score[target])
+            rows.append(row)
         title = (f"{len(val)} mixtures of two images for each weight (mix) of the subordinate one; "
                  f"psnr: of its hidden pixels as predicted, in dB")
+        if self.norm_pix_loss:
+            title += ", with their patches' true mean and variance"
         if self.teacher:
             title += (f"; R^2 (1 is best) of linear maps, fitted on {len(train)} training images, "
                       f"from branch or mixed latent to the teacher's latent of that image unmixed; "
@@ -279,21 +295,29 @@ class IMAE(nn.Module):
         return {title: rows}
 
 
-def draw_partners(order, labels, same_class, generator):
-    """Partners of images, indices `order` (n,) of the N in labels (N,): any other image or, by
+def draw_partners(indices, labels, same_class, generator):
+    """Partners of the images `indices` (n,) of the N in labels (N,): any other image or, by
     semantics-enhanced sampling (Section 1, Table 2), a share same_class in 0 ... 1 (its r) of the
-    same class and the others of another, exactly: the k-th is iff floor((k+1) r) > floor(k r)."""
-    N, u = len(labels), torch.rand(len(order), dtype=torch.float64, generator=generator)
+    same class and the others of another. Exactly: the k-th has one of its class if
+    floor((k+1) r) > floor(k r), which spreads them evenly over the batches."""
+    N, n = len(labels), len(indices)
+    u = torch.rand(n, dtype=torch.float64, generator=generator)
+
+    def draw(count):                                       # a number from 0 to count - 1 each
+        return (u * count).long()
+
     if same_class is None:
-        return (order + 1 + (u * (N - 1)).long()) % N
-    k = torch.arange(len(order), dtype=torch.float64)
-    same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()
-    by_class = labels.argsort(stable=True)                 # all images, one class after the other
-    place = by_class.argsort()[order]                      # of an image in by_class
-    _, label, sizes = labels.unique(return_inverse=True, return_counts=True)
-    first, size = (sizes.cumsum(0) - sizes)[label[order]], sizes[label[order]]  # of its class there
-    mate = first + (place - first + 1 + (u * (size - 1)).long()) % size  # another of the class
-    other = (first + size + (u * (N - size)).long()) % N                 # one after the class
+        return (indices + 1 + draw(N - 1)) % N
+    k = torch.arange(n, dtype=torch.float64)
+    same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
+    # all images, one class after the other: labels 1 0 1 0 give by_class 1 3 0 2
+    by_class = labels.argsort(stable=True)
+    place = by_class.argsort()[indices]                    # of each image in by_class
+    sizes = labels.bincount()
+    size = sizes[labels[indices]]                          # of its class
+    start = (sizes.cumsum(0) - sizes)[labels[indices]]     # of its class in by_class
+    mate = start + (place - start + 1 + draw(size - 1)) % size         # in the class, not itself
+    other = (start + size + draw(N - size)) % N                        # outside, after the class
     return by_class[torch.where(same, mate, other)]
 
 
@@ -301,8 +325,11 @@ def check_same_class(labels, classes, same_class):
     """ValueError if images of these labels (N,) and class names (none: unlabelled) have no partners
     for draw_partners' share same_class."""
     sizes = labels.unique(return_counts=True)[1]
-    if same_class is not None and (not classes or same_class > 0 and sizes.min() < 2
-                                   or same_class < 1 and len(sizes) < 2):
+    if same_class is None:
+        return
+    lacks_mates = same_class > 0 and sizes.min() < 2
+    lacks_others = same_class < 1 and len(sizes) < 2
+    if not classes or lacks_mates or lacks_others:
         raise InputError(f"--same_class {same_class} needs class folders, of two and more images "
                          f"each for a share above 0, two and more for one below 1")
 
@@ -316,8 +343,8 @@ def teacher_of(checkpoint, config):
             or not state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"}):
         raise InputError("the teacher is not an MAE with a decoder, or has inter-block attention")
     theirs = {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}
-    for name in ("img_size", "patch_size", "decoder_dim"):
-        if pair(theirs[name]) != pair(config[name]):
+    for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
+        if pair(theirs[name]) != pair(config[name]):       # pair: 8 is (8, 8)
             raise InputError(f"the teacher has {name} {theirs[name]}, this model {config[name]}")
     return ({name: sizes[name] for name in ("dim", "depth", "heads")},
             {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})
@@ -325,7 +352,7 @@ def teacher_of(checkpoint, config):
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """R^2 on val of the linear map from x (N,T,a) to y (N,T,b), T tokens, that ridge regression
-    fits: the share of the variance of y_val around y's mean token that it explains."""
+    fits: the share of the variance of y_val around y's mean at each position that it explains."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)

@@ -8,9 +8,11 @@ From the command line to a step of the optimizer:
     train_epoch  shuffles and loads the images, and hands the inputs of each step to train_step
     train_step   forward, backward and the optimizer's step
 
-Each step is seeded by (seed, epoch, step) and draws crops and masks for the whole batch, of which
-each process takes its part: N processes pretrain as one does, and a resumed run goes on as if it
-had not stopped. finetune.py uses the same data, processes and loop.
+Crops and masks are drawn from (seed, epoch, step) for the whole batch, of which each process takes
+its part, and the crops of files from (seed, epoch, image): N processes pretrain as one does, and a
+resumed run goes on as if it had not stopped. finetune.py uses the same data, processes and loop.
+
+A method is a class as those in METHODS: the README lists what it has ("A method of your own").
 """
 
 import argparse
@@ -52,12 +54,12 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 
 # ------------------------------------------------------------------------------ the command line
-LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage before errors
+LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
 
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # where a recipe is silent
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # what a recipe does not set
 CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
-LIMITS = {  # the lowest and highest value of a flag; others are checked by the constructors
+LIMITS = {  # the lowest and highest value of a flag; models check their other arguments
     **dict.fromkeys(("batch_size", "decoder_dim", "decoder_heads"), (1, math.inf)),
     **dict.fromkeys(("epochs", "warmup_epochs", "lr", "blr", "min_lr", "weight_decay", "mixup",
                      "cutmix", "decoder_depth"), (0, math.inf)),
@@ -95,7 +97,10 @@ def parse_list(text):
     """An argparse type: `all` -> "all", `3` -> 3, `0,5,11` -> (0, 5, 11)."""
     if text.isidentifier():
         return text
-    values = tuple(int(n) if n.isdigit() else float(n) for n in text.split(","))
+    try:
+        values = tuple(int(n) if n.isdigit() else float(n) for n in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a word, a number or a list as in 0,5,11")
     return values if len(values) > 1 else values[0]
 
 
@@ -109,7 +114,7 @@ def add_options(parser):
     option("--workers", type=bounded_number(int, 0), default=min(8, os.cpu_count()), metavar="N",
            help="processes that load images (a CPU core each, at most 8)")
     option("--eval_images", type=bounded_number(int, 1), metavar="N",
-           help="validate on so many images (train.py: 1000; finetune.py: all)")
+           help="validate on at most N images (train.py: 1000; finetune.py: all)")
     option("--size", choices=SIZES, metavar="NAME", help=f"{', '.join(SIZES)} (the checkpoint's, "
                                                          "else micro)")
     for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
@@ -178,13 +183,13 @@ def apply_recipe(args, recipe, small, config, n):
         print(f"note    {n} training images: --batch_size {args.batch_size}, "
               f"not {recipe['batch_size']}")
     if "lr" not in given and ("blr" in given or args.lr is None):
-        args.lr = args.blr * args.batch_size / 256         # CrossMAE A.6: lr = gamma B blr / 256 p
+        args.lr = args.blr * args.batch_size / 256         # for CrossMAE see lr_scale in pretrain
     if not isinstance(args.betas, tuple) or len(args.betas) != 2 or max(args.betas) >= 1:
         raise InputError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
     if args.warmup_epochs > args.epochs > 0:
         if "warmup_epochs" in given:
             raise InputError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
-        args.warmup_epochs *= args.epochs / recipe["epochs"]           # a shorter run, all in all
+        args.warmup_epochs *= args.epochs / recipe["epochs"]           # in proportion
         print(f"note    {args.epochs} of the recipe's {recipe['epochs']} epochs: --warmup_epochs "
               f"{args.warmup_epochs:g}, not {recipe['warmup_epochs']}")
 
@@ -253,20 +258,21 @@ class ImageDataset(Dataset):
             try:
                 image = read_image(image)
             except Exception as error:                     # a broken file can raise anything
-                if not self.unreadable[i]:                 # and no worker has said so
+                if not self.unreadable[i]:                 # and so not reported yet
                     tqdm.write(f"{image} is replaced by the next one: {error}", file=sys.stderr)
                 self.unreadable[i] = True
                 if self.unreadable.all():
                     raise InputError(f"none of {n} images can be read") from None
                 i = (i + 1) % n
                 image = self.images[i]
-        torch.default_generator.manual_seed(hash((seed, i)))           # not every device's
+        # torch.manual_seed would seed CUDA too, which a forked worker must not touch
+        torch.default_generator.manual_seed(hash((seed, i)))
         return (self.transform(image) if self.transform else image), self.labels[i]
 
 
 def list_folder(root):
     """(files, labels, classes) of train and val: class folders in train/ and val/, or any images,
-    of which the 5% with the lowest hash of their name are held out."""
+    of which about 5% are held out, chosen by a hash of the name."""
     if not root.is_dir():
         raise InputError(f"--data {root} is not shapes, cifar10, cifar100 or a folder")
     others, parts = Counter(), []
@@ -279,6 +285,8 @@ def list_folder(root):
 
     if (root / "train").is_dir():
         for part in ("train", "val"):
+            if not (root / part).is_dir():
+                raise InputError(f"--data {root} has train/, but no {part}/ to validate on")
             try:
                 found = torchvision.datasets.ImageFolder(root / part, is_valid_file=is_image)
             except FileNotFoundError as error:
@@ -300,8 +308,8 @@ def list_folder(root):
             print(f"note    {', '.join(folders[:3])} in {root} are not taken for classes: those "
                   f"are folders in train/ and val/")
         codes = [zlib.crc32(os.path.relpath(file, root).encode()) for file in files]
-        limit = max(0.05 * 2 ** 32, min(codes))            # whatever other files there are
-        limit = min(limit, max(codes) - 1)                 # one at least is left to train on
+        # a fixed limit, so that more files change nothing for these; one at least on each side
+        limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
         train = [file for file, code in zip(files, codes) if code > limit]
         val = [file for file, code in zip(files, codes) if code <= limit]
         parts = [(part, [-1] * len(part), []) for part in (train, val)]
@@ -311,8 +319,9 @@ def list_folder(root):
 
 
 def choose_size(high, wide, patch_size):
-    """(H, W) for images of at most high x wide pixels: their own or, from 224 pixels on, 224 x 224,
-    rounded down to a multiple of patch_size or, if that is None, of 16 or, below 128 pixels, 8."""
+    """(H, W) for images of at most high x wide pixels: the same or, from 224 pixels on, 224 x 224,
+    each side rounded down to a multiple of patch_size. If that is None, of 16 pixels; of 8 for a
+    side below 128."""
     if max(high, wide) >= 224:
         high = wide = 224
     units = patch_size or [16 if side >= 128 else 8 for side in (high, wide)]
@@ -329,20 +338,20 @@ def center_crop(image, img_size, share):
 
 def open_folder(root, img_size, args):
     """The train and val ImageDataset of a folder, and their (H, W). Images are kept in memory if
-    none of a sample of 50 is larger, or their own size was chosen, and they take less than 4 GiB;
-    else they are read each time."""
-    datasets = [ImageDataset(*part) for part in list_folder(root)]
-    n = len(datasets[0].labels)
-    datasets[1][0, 0]                                      # InputError if none can be read
-    sizes = [datasets[0][0, i][0].shape for i in range(0, n, math.ceil(n / 50))]
-    _, high, wide = map(max, zip(*sizes))
-    H, W = size = img_size or choose_size(high, wide, args.patch_size)
-    own_size = img_size is None and max(high, wide) < 224
-    in_memory = (own_size or (high <= H and wide <= W)) and 3 * n * H * W < 2 ** 32
-    if img_size is None and (high, wide) != size:
+    they take less than 4 GiB, and either have the size that their folder asks for or none of a
+    sample of 50 is larger than img_size. Otherwise they are read from their files each time."""
+    train, val = [ImageDataset(*part) for part in list_folder(root)]
+    n = len(train.labels)
+    sample = [train[0, i][0] for i in range(0, n, math.ceil(n / 50))]  # (3, h, w) each
+    val[0, 0]                                              # InputError if none can be read
+    high, wide = max(x.shape[1] for x in sample), max(x.shape[2] for x in sample)
+    H, W = img_size or choose_size(high, wide, args.patch_size)
+    if img_size is None and (high, wide) != (H, W):
         print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
-    for dataset in datasets:                               # where streamed 7/8: MAE's evaluation
-        dataset.transform = partial(center_crop, img_size=size, share=1 if in_memory else 7 / 8)
+    fits = max(high, wide) < 224 if img_size is None else high <= H and wide <= W
+    in_memory = fits and 3 * n * H * W < 4 * 1024 ** 3
+    for dataset in (train, val):                           # of files 7/8, as MAE: 224 of 256 pixels
+        dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
         if in_memory:
             batches = torch.arange(len(dataset.labels)).split(1000)
             loaded = tqdm(load_images(dataset, batches, args), "reading", len(batches),
@@ -350,7 +359,7 @@ def open_folder(root, img_size, args):
             images, labels = zip(*loaded)
             dataset.images, dataset.labels = torch.cat(images), torch.cat(labels).cpu()
             dataset.transform = None
-    return datasets, size
+    return (train, val), (H, W)
 
 
 def open_data(name, img_size, args):
@@ -361,9 +370,9 @@ def open_data(name, img_size, args):
         datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        print(f"note    {name} is read from data/, or downloaded to it once a machine", flush=True)
+        print(f"note    {name} is read from data/, or else downloaded to it", flush=True)
         if args.local_rank > 0:
-            dist.barrier()                                 # until the first process has it
+            dist.barrier()                                 # wait for this machine's first process
         try:
             sets = [kind("data", train=train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
@@ -385,12 +394,15 @@ def open_data(name, img_size, args):
 def load_images(dataset, batches, args, seed=0):
     """Images (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
     (b,): from memory, or transformed by workers, each of which loads pieces of a batch."""
+    cuda = args.device.type == "cuda"                      # elsewhere each copy is waited for
     if dataset.transform is None:
         for ids in batches:
-            yield dataset.images[ids.to(args.device)], dataset.labels[ids].to(args.device)
+            yield (dataset.images[ids.to(args.device, non_blocking=cuda)],
+                   dataset.labels[ids].to(args.device, non_blocking=cuda))
         return
+    # what a worker gets at a time: a list of arguments for ImageDataset.__getitem__
     keys = [[(seed, i) for i in piece.tolist()] for ids in batches for piece in ids.split(PIECE)]
-    workers, cuda = min(args.workers, len(keys)), args.device.type == "cuda"
+    workers = min(args.workers, len(keys))
     fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
     pieces = iter(DataLoader(dataset, batch_sampler=keys, num_workers=workers, pin_memory=cuda,
                              multiprocessing_context="fork" if fork else None))
@@ -409,8 +421,9 @@ def crop_transform(img_size, args, *more):
 
 
 def crop_batch(images, img_size, args):
-    """The same for this process's images (b,C,H,W) in memory, each cropped by itself (torchvision
-    would use one crop for the whole batch): float, bilinear; a crop is no larger than the image."""
+    """As crop_transform, for this process's images (b,C,H,W) in memory, each cropped by itself
+    (torchvision would use one crop for the whole batch): float, bilinear. A crop that would be
+    higher or wider than the image is cut to it."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each, 0 ... 1
     area = args.crop + (1 - args.crop) * area                          # share of the image's
@@ -425,7 +438,7 @@ def crop_batch(images, img_size, args):
 
 def val_batches(dataset, args, img_size, most=None):
     """Batches (indices, images, labels) of this process's share of `most` images, always the same
-    ones, no larger than what is trained on at a time."""
+    ones; a batch has at most the size of a piece in training, and 250."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
     size = max(1, args.batch_size // (args.world * args.accum))
@@ -452,7 +465,8 @@ def start_processes(args):
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        # Keeps restarted processes from the keys of killed ones. Each machine counts its restarts.
+        # After a restart by torchrun, keys of the killed processes must not be found again. Only on
+        # one machine: each counts its own restarts.
         if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
@@ -460,8 +474,8 @@ def start_processes(args):
 
 
 def choose_device(args, processes):
-    """The torch.device of this one of so many processes on this machine: --device, else cuda if
-    each has a GPU, else mps for a single one, else cpu."""
+    """The torch.device of this process, one of `processes` on the machine: --device, else cuda if
+    each has a GPU, else mps for a single process, else cpu."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = {"cuda": gpus >= processes, "cpu": True,
              "mps": torch.backends.mps.is_available() and args.world == 1}
@@ -501,6 +515,8 @@ def reporting(what):
     """An OSError inside becomes an InputError, which starts with `what`."""
     try:
         yield
+    except BrokenPipeError:                                # of what is printed inside
+        raise
     except OSError as error:
         raise InputError(f"{what}: {error}") from None
 
@@ -571,21 +587,22 @@ def name_run(args, name):
 
 
 def resume(last, model, optimizer, scaler, content, args):
-    """Load last.pt, the checkpoint of this run: the rows of its log. Says which flags differ.
-    InputError if it is of another model or optimizer."""
+    """Load last.pt, the checkpoint of this run, and return the rows of its log. Says which flags
+    differ. InputError if it is of another model or optimizer."""
     saved = read(last)
     flags, config = saved["flags"], saved["config"]
     was = {**config, "method": saved["method"], "optimizer": flags.get("optimizer")}
     now = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
-            raise InputError(f"{last} cannot be resumed: {name} was "
-                             f"{flags.get(name) or was.get(name)}, is {now.get(name)}")
+            before = flags.get(name) or was.get(name)      # for --teacher its file
+            raise InputError(f"{last} cannot be resumed: {name} was {before}, is {now.get(name)}. "
+                             f"Give the same flags as before, or another --name")
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
         raise InputError(f"{last} cannot be resumed: its weights have other names or shapes than "
-                         f"those of {type(model).__name__} have now") from None
+                         f"those of {type(model).__name__} have now: give another --name") from None
     settings = optimizer.state_dict()["param_groups"]      # this run's, not the saved ones
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     scaler.load_state_dict(saved["scaler"] or scaler.state_dict())
@@ -630,19 +647,21 @@ def wrap(model, args):
 
 
 def train_step(net, optimizer, scaler, inputs, args):
-    """A step on `inputs`, the arguments of net, in --accum pieces: {name: value} of its metrics, on
-    the device. No host-device synchronisation."""
+    """A step on `inputs`, the arguments of net, in --accum pieces. Returns its metrics, {name:
+    value}, on the device. No host-device synchronisation."""
     metrics, seed = Counter(), torch.initial_seed() + 1
     for i in range(args.accum):
-        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
-        # reseed: all pieces and processes share the model's random numbers, or each has its own
-        torch.manual_seed(seed + args.own_draws * (args.rank * args.accum + i))
-        exchange = args.world == 1 or i + 1 == args.accum  # of gradients, after the last piece
-        with nullcontext() if exchange else net.no_sync():
+        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # i-MAE's mix: a number
+        # reseed: all pieces and processes share the model's random numbers; in fine-tuning, where
+        # these are drop path's, each has its own
+        piece_seed = seed + args.rank * args.accum + i if args.own_draws else seed
+        torch.manual_seed(piece_seed)
+        sync_gradients = args.world == 1 or i + 1 == args.accum        # once, after the last piece
+        with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 output = net(*piece)
-            if not isinstance(output, tuple) or not isinstance(output[-1], dict):
-                raise TypeError(f"forward must return (loss, {{name: value}}), not {type(output)}")
+            if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
+                raise TypeError(f"forward must return (loss, {{name: value}}), not {output}")
             loss, values = output
             scaler.scale(loss / args.accum).backward()
         for name, value in {"loss": loss.detach(), **values}.items():
@@ -657,9 +676,11 @@ def train_step(net, optimizer, scaler, inputs, args):
 
 
 def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
-    """Train for an epoch: its row of the log. SystemExit once loss or weights are not finite."""
-    began, waited, totals, seed = perf_counter(), 0, Counter(), hash((args.seed, epoch))
-    torch.manual_seed(seed)
+    """Train for an epoch and return its row of the log. SystemExit once loss or weights are not
+    finite."""
+    began, waited, totals = perf_counter(), 0, Counter()
+    epoch_seed = hash((args.seed, epoch))                  # of integers: the same everywhere
+    torch.manual_seed(epoch_seed)
     steps = len(train.labels) // args.batch_size
     order = torch.randperm(len(train.labels))[:steps * args.batch_size]
     batches = [local_part(ids, args) for ids in order.split(args.batch_size)]
@@ -667,7 +688,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         partners = draw_partners(order, train.labels, args.same_class, torch.default_generator)
         parts = [local_part(ids, args) for ids in partners.split(args.batch_size)]
         batches = [torch.cat(both) for both in zip(batches, parts)]
-    stream = load_images(train, batches, args, seed)
+    stream = load_images(train, batches, args, epoch_seed)
     rates = [learning_rate(epoch + i / steps, args) for i in range(steps)]
     terminal, told = sys.stderr.isatty(), began            # without one, a line a minute
     bar = tqdm(rates, f"epoch {epoch + 1}/{args.epochs}", unit="img", unit_scale=args.batch_size,
@@ -681,7 +702,8 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         metrics = train_step(net, optimizer, scaler, make_inputs(images, labels), args)
-        totals.update(metrics)
+        for name, value in metrics.items():
+            totals[name] += value
         if step % 20 == 0 or step == steps:                # only here the host waits for the device
             check = [totals["loss"], *(net.parameters() if step == steps else ())]
             if not all(x.isfinite().all() for x in check):
@@ -716,7 +738,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     elif args.resume:
         print(f"note    there is no {last} to resume: the run starts")
     elif args.rank == 0:
-        last.unlink(missing_ok=True)                       # or --resume would continue it
+        last.unlink(missing_ok=True)                       # so that --resume does not continue it
     describe(args, model, train, val)
     net = wrap(model, args)
 
@@ -745,7 +767,9 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
                 save_picture(columns, last.with_name("recon.png"))
         if args.rank == 0:
             write_log("a", [row])
-        if row["epoch"] > 0:
+        if row["epoch"] == 0:
+            print(f"untrained{score}")
+        else:
             print(f"epoch {row['epoch']}: loss {row['loss']:.4f}{score}, {row['img_s']:.0f} img/s, "
                   f"wait {row['wait']:.1%}", flush=True)
 
@@ -753,7 +777,10 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         write_log("w", history)                            # cut back to what last.pt holds
     if args.epochs == 0 and not history:
         end_epoch({"epoch": 0}, scored=True)               # the untrained model
-    for epoch in range(history[-1]["epoch"] if history else 0, args.epochs):
+    done = history[-1]["epoch"] if history else 0
+    if 0 < args.epochs <= done:
+        print(f"note    {done} epochs are done: for more, give a higher --epochs")
+    for epoch in range(done, args.epochs):
         row = train_epoch(epoch, net.train(), optimizer, scaler, train, make_inputs, args)
         end_epoch(row, scored=row["epoch"] % args.eval_every == 0 or row["epoch"] == args.epochs)
     print(f"see     {log} and {last}")
@@ -779,14 +806,14 @@ def describe(args, model, train, val):
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
-    under masks of the pattern `mask` that depend on the image alone. And columns of up to 8
+    under masks of the pattern `mask` that depend on the image's index alone. And columns of up to 8
     images: original, masked, decoded, visible pixels copied."""
     count, columns, encoder = 0, None, model.eval().encoder
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)
     for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
-        seeds = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
-        noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in seeds])
+        generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
+        noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
         with autocast(args):
             decoded, hidden = model.reconstruct(normalize(images, model), noise.to(args.device),
                                                 mask_ratio, args.leak_free)
@@ -794,7 +821,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
         hidden = encoder.pixels_of(hidden)                             # (b, 1, H, W)
         copied = torch.where(hidden > 0, decoded, truth)
         masked = torch.where(hidden > 0, 0.5, truth)
-        image_error = (copied - truth).square().mean((1, 2, 3))        # (b,)
+        image_error = (copied - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
         decoded_error = (decoded - truth).square().mean((1, 2, 3))     # (b,)
         errors = {"psnr_hidden": image_error / hidden.mean((1, 2, 3)), "psnr_image": image_error,
                   "psnr_decoded": decoded_error}
@@ -827,24 +854,25 @@ def compare(args):
     """--eval: rows of PSNR of checkpoints, and each method's own measures and figures."""
     if args.world > 1:
         raise InputError(f"--eval runs in one process, not in {args.world}: python train.py --eval")
-    rows, columns, notes, opened = [], [], [], None
+    rows, columns, notes, opened_size = [], [], [], None
+    masks = args.masks or [args.mask]
     for path in args.eval:
         content = read(path)
         if content["method"] == "classifier":
-            print(f"note    {path} is passed over: it is of finetune.py (--mode eval)")
+            print(f"note    {path} is passed over: finetune.py --mode eval evaluates it")
             continue
         model = load(path).to(args.device)
         args.data = args.data or content["flags"]["data"]
         args.batch_size = args.batch_size or content["flags"]["batch_size"]
-        if opened != model.encoder.img_size:
-            train, val, opened = open_data(args.data, model.encoder.img_size, args)
-        for mask in args.masks or [args.mask]:
+        if opened_size != model.encoder.img_size:
+            train, val, opened_size = open_data(args.data, model.encoder.img_size, args)
+        for mask in masks:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-        original, masked, _, copied = evaluate_psnr(model, val, args, mask)[1]
+        original, masked, _, copied = evaluate_psnr(model, val, args, masks[0])[1]
         columns += [copied] if columns else [original, masked, copied]
-        batches = [val_batches(x, args, opened, args.eval_images) for x in (train, val)]
+        batches = [val_batches(x, args, opened_size, args.eval_images) for x in (train, val)]
         images = [normalize(torch.cat([x for _, x, _ in batch]), model) for batch in batches]
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
             notes += [f"{path}: {title}", as_table(table)]
@@ -890,7 +918,7 @@ def pretrain(args):
                  len(train.labels))
     config.update({name: getattr(args, name) for name in method_arguments(cls)})
     teacher = None
-    if args.pairs:                                         # it learns from pairs of images
+    if args.pairs:                                         # the model learns from pairs of images
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation: --teacher FILE takes an MAE'}")
         if args.teacher:
@@ -903,7 +931,7 @@ def pretrain(args):
         initialize(model, init, args.init)
     del init, teacher                                      # their weights are in the model now
     if not lr_given:
-        args.lr *= model.lr_scale                          # CrossMAE A.6: gamma / p
+        args.lr *= model.lr_scale                          # CrossMAE A.6: prediction / mask ratio
     streamed = train.transform is not None
     if streamed:
         train.transform = crop_transform(img_size, args)
@@ -931,9 +959,12 @@ def pretrain(args):
 def run_cli(parser, work, argv):
     """work(args) of the words `argv` (None: the command line). A wrong input (InputError) ends in
     one line; a bug in code has its traceback."""
-    def interrupt(*_, parent=os.getpid()):                 # at once: a DataLoader that ends would
-        if os.getpid() == parent:                          # lose an exception; workers are silent
-            os.write(2, b"\nInterrupted. Add --resume to continue from last.pt.\n")
+    parent = os.getpid()
+
+    def interrupt(*_):
+        """Exit at once: an exception would be lost while a DataLoader ends. Workers are silent."""
+        if os.getpid() == parent:
+            os.write(2, b"\nInterrupted. With --resume, training continues from last.pt.\n")
         os._exit(130)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -956,7 +987,7 @@ def run_cli(parser, work, argv):
     except torch.OutOfMemoryError:
         parser.exit(1, "out of memory: try --accum, --grad_checkpointing, a lower --batch_size\n")
     except InputError as error:
-        parser.error(str(error).strip().splitlines()[-1])
+        parser.error(str(error).strip().splitlines()[-1])  # of a worker's, without its traceback
     if dist.is_initialized():
         dist.destroy_process_group()
     return row
@@ -967,7 +998,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("train.py", **LAYOUT)
     parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)",
                         metavar="NAME")
-    method = parser.parse_known_args(argv)[0].method       # whose flags follow
+    method = parser.parse_known_args(argv)[0].method       # it decides which other flags there are
     cls = METHODS[method]
     parser.description = (
         f"usage: python train.py --method {method} [--flag value ...]\n"

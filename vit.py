@@ -5,8 +5,8 @@ Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below), with
 positions, the initialisation and the masking by noise of He et al., Masked Autoencoders Are
 Scalable Vision Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/mae
 
-    B images, C channels, L = h*w patches in raster order, K visible, D width, p patch side
-    images (B,C,H,W)   patches (B,L,p*p*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
+    B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
+    images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
 """
 
 import math
@@ -29,12 +29,12 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 
 
 class InputError(ValueError):
-    """A wrong input, not a bug: train.py and finetune.py end with its message alone, in one line."""
+    """A wrong input, not a bug: train.py and finetune.py end with its message in one line."""
 
 
 # ------------------------------------------------------------------------------- images and patches
 def pair(size):
-    """An int or an (H, W) pair, as an (H, W) tuple. ValueError unless above 0."""
+    """An int or an (H, W) pair, as an (H, W) tuple. InputError unless above 0."""
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
         raise InputError(f"{size} is not a size in pixels, as in 32 or 32,48")
@@ -42,17 +42,18 @@ def pair(size):
 
 
 def grid_of(img_size, patch_size, **_):
-    """The grid (h, w) of patches, from ints or (H, W) pairs. ValueError unless they fit."""
+    """The grid (h, w) of patches, from ints or (H, W) pairs; other arguments of a model are left
+    aside. InputError unless they fit."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
     if H % p or W % q:
         raise InputError(f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}: the nearest "
                          f"that are, {max(p, H - H % p)}x{max(q, W - W % q)} and "
-                         f"{H + -H % p}x{W + -W % q}")
+                         f"{H + (-H) % p}x{W + (-W) % q}")
     return (H // p, W // q)
 
 
 def patchify(images, patch_size):
-    """Images (B,C,H,W) -> patches (B,L,p*p*C) in raster order; channel fastest."""
+    """Images (B,C,H,W) -> patches (B,L,p*q*C) in raster order; channel fastest."""
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     if H % p or W % q:
@@ -62,7 +63,7 @@ def patchify(images, patch_size):
 
 
 def unpatchify(patches, patch_size, grid):
-    """patchify's inverse: patches (B,L,p*p*C) of a grid (h, w) -> images (B,C,h*p,w*p)."""
+    """patchify's inverse: patches (B,L,p*q*C) of a grid (h, w) -> images (B,C,h*p,w*q)."""
     (h, w), (p, q) = grid, pair(patch_size)
     if patches.shape[1] != h * w or patches.shape[2] % (p * q):
         raise ValueError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
@@ -92,7 +93,7 @@ def normalize(images, model):
 
 
 def denormalize(images, model):
-    """normalize's inverse, with values 0 ... 1: (B,C,H,W)."""
+    """The model's input or output (B,C,H,W) -> images of values 0 ... 1, float: x * std + mean."""
     mean = torch.tensor(model.mean, device=images.device).view(-1, 1, 1)   # (C, 1, 1)
     std = torch.tensor(model.std, device=images.device).view(-1, 1, 1)     # (C, 1, 1)
     return (images.float() * std + mean).clamp(0, 1)
@@ -100,9 +101,9 @@ def denormalize(images, model):
 
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
-    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); row 0, the class token's, is
-    zero. The first half of the channels has the column, the second the row, each [sin | cos] of
-    dim/4 frequencies. ValueError unless dim is a multiple of 4."""
+    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); the first, the class
+    token's, is zero. The first half of the channels has the column, the second the row, each
+    [sin | cos] of dim/4 frequencies. InputError unless dim is a multiple of 4."""
     if dim % 4:
         raise InputError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     h, w = grid
@@ -111,7 +112,8 @@ def sincos_pos_embed(dim, grid):
     col = torch.arange(w).repeat(h)                                    # (L,)
     row, col = row[:, None] * frequency, col[:, None] * frequency      # (L, dim/4) each
     table = torch.cat([col.sin(), col.cos(), row.sin(), row.cos()], dim=1)  # (L, dim)
-    return F.pad(table, (0, 0, 1, 0))[None].float()                    # (1, 1+L, dim)
+    table = torch.cat([torch.zeros(1, dim), table])                    # (1+L, dim) class token
+    return table[None].float()                                         # (1, 1+L, dim)
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):
@@ -123,8 +125,9 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 # ------------------------------------------------------------------------------------------ masking
 def visible_count(L, mask_ratio):
-    """K, how many of L patches are visible: truncated, as released (225 at 0.8: 44, not 45).
-    ValueError if mask_ratio is not between 0 and 1 or leaves none visible or none hidden."""
+    """K, how many of L patches are visible: truncated, as released. (225 at 0.8 give 44, not 45:
+    1 - 0.8 is a little below 0.2 in floating point.) InputError if mask_ratio is not between 0 and
+    1, or leaves none visible or none hidden."""
     if not 0 < mask_ratio < 1:
         raise InputError(f"mask_ratio {mask_ratio} is not between 0 and 1")
     K = int(L * (1 - mask_ratio))
@@ -136,7 +139,7 @@ def visible_count(L, mask_ratio):
 
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Noise (B,L) for masking(), where the lowest are visible. "random": uniform. "grid": one of
-    every four patches, at even rows and columns, comes first (MAE Figure 6, CrossMAE Table 15).
+    every four patches, at even rows and columns, is lowest (MAE Figure 6, CrossMAE Table 15).
     "block": rectangles of 10 to 40% of the image are hidden one after the other, as BEiT's."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)
@@ -144,14 +147,14 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                             # rectangles cover most of an image
+        n = 16                                             # rectangles, which cover most images
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, aspect, y, x = draws                                     # (B, n, 1) each
-        area, aspect = 0.1 + 0.3 * area, 0.3 ** (2 * aspect - 1)       # 0.3 ... 1/0.3 high per wide
+        area, aspect = 0.1 + 0.3 * area, 0.3 ** (2 * aspect - 1)       # height / width, to 1/0.3
         rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
         cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
         inside = rows[:, :, :, None] & cols[:, :, None, :]             # (B, n, h, w)
-        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is hidden first
+        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first has the highest
         noise = noise + (inside * rank).amax(dim=1)                    # (B, h, w)
     elif kind != "random":
         raise InputError(f"mask {kind!r} is not one of random, grid, block")
@@ -162,7 +165,7 @@ def masking(noise, mask_ratio):
     """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and
     ids_mask (B,L-K) in the order of the noise, and mask (B,L), 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
-    order = noise.argsort(dim=1, stable=True)                          # (B, L)
+    order = noise.argsort(dim=1, stable=True)              # (B, L) of equal noise in raster order
     ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
     mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
     return ids_keep, ids_mask, mask
@@ -230,7 +233,7 @@ class ViT(nn.Module):
     """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing.
 
     Args:
-        img_size, patch_size: int or (H, W) in pixels; ValueError if they do not fit
+        img_size, patch_size: int or (H, W) in pixels; InputError if they do not fit
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: hidden width of the MLPs over dim
         norm: a LayerNorm after the last block; False where nothing after it needs one
@@ -248,7 +251,7 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim).normal_(std=0.02))
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
         proj = nn.Conv2d(in_chans, dim, self.patch_size, self.patch_size)
-        self.patch_embed = nn.ModuleDict({"proj": proj})               # its bias is torch's
+        self.patch_embed = nn.ModuleDict({"proj": proj})               # bias: torch's default
         drops = torch.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
@@ -263,9 +266,10 @@ class ViT(nn.Module):
         return len(images)
 
     def mask(self, images, noise, mask_ratio, exact=False):
-        """masking() of noise (B,L; None: random): ids_keep, ids_mask, mask. ValueError if the noise
-        does not fit the images or, with `exact`, if it is a 0/1 mask that shows another number of
-        patches than mask_ratio does."""
+        """masking() of noise (B,L; None: random): ids_keep (B,K), ids_mask (B,L-K), mask (B,L). The
+        noise may be a mask itself, 0 for visible and 1 for hidden patches. ValueError if it does
+        not fit the images or, with `exact`, if such a mask shows another number of patches than
+        mask_ratio does."""
         B, L = self.check(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -296,9 +300,9 @@ class ViT(nn.Module):
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Images (B,C,H,W) with predictions pred (B,M,p*q*C) in place of the patches ids (B,M).
-        A `normalized` prediction lacks its patch's mean and variance. They are taken from the true
-        patch, which flatters the image and its PSNR, or, `leak_free`, from all visible pixels,
-        those of the patches ids_keep (B,K)."""
+        Predictions of `normalized` patches get back a mean and a variance first: the true patch's,
+        which flatters the image and its PSNR, or, `leak_free`, those of all visible pixels, in the
+        patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
@@ -324,7 +328,7 @@ class ViT(nn.Module):
         if ids_keep is not None:
             patches = gather_patches(patches, ids_keep)                # (B, K, p*q*C)
             pos = pos[0][ids_keep]                                     # (B, K, D)
-        # released names need a convolution; of patches it is a linear layer
+        # stored as a convolution, for the released names; on patches it is a linear layer
         proj = self.patch_embed["proj"]
         weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
         return F.linear(patches, weight, proj.bias) + pos              # ViT eq. 1
@@ -379,13 +383,15 @@ def encoder_sizes(state):
 
 def sizes_of(state, path, heads=None):
     """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
-    with `heads`, or those of the size in SIZES that is as wide. ValueError if it is no ViT's."""
+    with `heads` (None: of the size in SIZES that is as wide). InputError if it is no ViT's."""
     try:
         sizes = encoder_sizes(state)
         side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
     except KeyError as error:
         raise InputError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
-    heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"], heads)
+    for size in SIZES.values():
+        if heads is None and size["dim"] == sizes["dim"]:
+            heads = size["heads"]
     if heads is None:
         raise InputError(f"{path} does not say its number of heads: give --heads")
     return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads)
@@ -404,7 +410,7 @@ def transfer(model, state, grid=None):
     that is the same in both, by names and shapes. Positions of another `grid` (h, w; None: a
     released file's, square) are interpolated. A frozen teacher in either is left alone.
 
-    Returns lines that say what was not taken over. ValueError says what does not fit."""
+    Returns lines that say what was not taken over. InputError says what does not fit."""
     encoder, rest = encoder_and_rest(state)
     own_encoder, own_rest = encoder_and_rest(model.state_dict())
     theirs, ours = encoder_sizes(encoder), encoder_sizes(own_encoder)
