@@ -157,13 +157,14 @@ class IMAE(nn.Module):
         mix = self.draw_mix(images.device) if mix is None else mix
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        recon, distill = [], torch.zeros((), device=images.device)
-        for z, x in zip(self.encode(mixture, ids_keep), xs):           # z_i (B, 1+K, E), x_i
+        recon, distill, ws = [], torch.zeros((), device=images.device), (None, None)
+        if self.distill_weight > 0:                                    # both in one call: faster
+            ws = self.teach(torch.cat(xs), ids_keep.repeat(2, 1)).chunk(2)  # w_i = E_m(x_i)
+        for z, x, w in zip(self.encode(mixture, ids_keep), xs, ws):    # z_i, w_i (B, 1+K, E), x_i
             pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # p_1, p_2 = D_i(z)
             target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # t_i = norm_pix(x_i)
             recon.append((pred.float() - target).square().mean())      # MSE(p_i, t_i)
             if self.distill_weight > 0:
-                w = self.teach(x, ids_keep)                            # w_i = E_m(x_i) (B, 1+K, E)
                 distill = distill + (z.float() - w.float()).square().mean()  # l2_loss(z_i, w_i)
         loss = self.distill_weight * distill + sum(recon)              # c distill + recon
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),

@@ -188,8 +188,9 @@ def replay_imae(fixture):
     model.norm_pix_loss = False                            # the release accepts and ignores it
     model.distill_weight = float(config["distill"])
     x1, x2, noise = fixture["x1"], fixture["x2"], fixture["noise"]
-    model.teach = lambda images, ids_keep: fixture[        # it gets either image as it is
-        "teacher_latent_x1" if torch.equal(images, x1) else "teacher_latent_x2"]
+    model.teach = lambda images, ids_keep: torch.cat([     # it gets the images as they are
+        fixture["teacher_latent_x1" if torch.equal(x, x1) else "teacher_latent_x2"]
+        for x in images.split(len(x1))])
     loss, _ = model(x1, noise, x2, a)
     with torch.no_grad():
         ids_keep, ids_mask, mask = model.encoder.mask(x1, noise, model.mask_ratio)
