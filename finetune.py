@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (HELP, LAYOUT, SHARED, add_flags, add_options, apply_recipe, autocast,
+from train import (HELP, KINDS, LAYOUT, SHARED, add_flags, add_options, apply_recipe, autocast,
                    bounded_number, crop_batch, crop_transform, fit, initialize, mean_over_processes,
                    name_run, open_data, read, run_cli, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, InputError, ViT, normalize
@@ -287,7 +287,7 @@ def main(argv=None):
            help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]
-    add_flags(parser, f"recipe of --mode {mode}", {**SHARED, **recipe}, small, HELP)
+    add_flags(parser, f"recipe of --mode {mode}", {**SHARED, **recipe}, small, HELP, KINDS)
     parser.set_defaults(pairs=False, own_draws=True)       # drop path differs between pieces
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"

@@ -58,6 +58,7 @@ LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no
               formatter_class=argparse.RawDescriptionHelpFormatter)
 
 SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # what a recipe does not set
+KINDS = dict(warmup_epochs=float)                                      # 0.5: half an epoch
 CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 LIMITS = {  # the lowest and highest value of a flag; models check their other arguments
     **dict.fromkeys(("batch_size", "decoder_dim", "decoder_heads"), (1, math.inf)),
@@ -137,7 +138,8 @@ def add_options(parser):
            help="clip the norm of the gradients (0: do not)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="recompute activations to save memory")
-    option("--seed", type=int, default=0, metavar="N", help="of all random numbers (0)")
+    option("--seed", type=bounded_number(int, 0, 2 ** 63 - 1), default=0, metavar="N",
+           help="of all random numbers (0)")
     option = parser.add_mutually_exclusive_group().add_argument
     option("--resume", action="store_true", help="continue from the run's last.pt")
     option("--overwrite", action="store_true", help="replace the run of that name")
@@ -575,7 +577,8 @@ def initialize(model, content, path):
         notes = transfer(model, state, grid)
     except InputError as error:
         raise InputError(f"{path} does not fit: {error}") from None
-    print(*notes, sep="\n")
+    for note in notes:
+        print(note)
 
 
 def name_run(args, name):
@@ -593,7 +596,7 @@ def resume(last, model, optimizer, scaler, content, args):
     flags, config = saved["flags"], saved["config"]
     was = {**config, "method": saved["method"], "optimizer": flags.get("optimizer")}
     now = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
-    for name in sorted(was.keys() | now.keys()):
+    for name in ["method", *sorted(was.keys() | now.keys())]:
         if was.get(name) != now.get(name):
             before = flags.get(name) or was.get(name)      # for --teacher its file
             raise InputError(f"{last} cannot be resumed: {name} was {before}, is {now.get(name)}. "
@@ -1007,7 +1010,7 @@ def main(argv=None):
         f"without the flag; small images are those up to 64 pixels, and any for --size micro.")
     add_options(parser)
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
-    add_flags(parser, "recipe", {**SHARED, **cls.recipe}, cls.small, HELP)
+    add_flags(parser, "recipe", {**SHARED, **cls.recipe}, cls.small, HELP, KINDS)
     add_flags(parser, f"arguments of {cls.__name__}", method_arguments(cls), cls.small, texts,
               cls.__init__.__annotations__)
     parser.set_defaults(eval_images=1000, eval_every=1, pairs=hasattr(cls, "pairs"),
