@@ -108,7 +108,11 @@ def shell(file, *words, processes=0):
 
 def fork(work, *inputs, **env):
     """A process of its own that does work(*inputs) and prints to the files out and err. Forked, to
-    spare it the seconds in which torch is imported; a group of its own, for signals to all."""
+    spare it the seconds in which torch is imported; a group of its own, for signals to all. Windows
+    cannot: the test is skipped there."""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork processes")
+
     def body():
         os.setsid()
         for fd, name in ((1, "out"), (2, "err")):

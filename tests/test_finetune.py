@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import finetune
 import train
 from finetune import Classifier
+from mae import MAE
 from tests.conftest import ROOT, TINY, same, settings, stopping_after_two, together, write_pictures
 from tests.golden import load, replay, vit_args
 from vit import IMAGENET_MEAN, denormalize, from_released, normalize, resize_pos_embed, to_released
@@ -40,6 +41,33 @@ def test_what_is_trained(probe, pool):
     moved = {n for n, p in model.named_parameters() if p.grad is not None}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
     assert moved == {"head.1.weight", "head.1.bias"} if probe else "encoder.pos_embed" in moved
+    head = model.head[1] if probe else model.head          # as released
+    assert head.weight.std().item() == pytest.approx(0.01 if probe else 2e-5, rel=0.3)
+
+
+@pytest.mark.parametrize("mode, wanted", [
+    ("finetune", dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; erasing: release
+        optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
+        batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27,
+        erasing=0.25, mixup=0.8, cutmix=1.0, mix_ratio=0, smoothing=0.1, drop_path=0.1,
+        layer_decay=0.75)),
+    ("linear", dict(  # MAE Table 10, by SGD
+        optimizer="sgd", blr=0.1, betas=(0.9, 0.999), weight_decay=0, schedule="cosine",
+        batch_size=16384, epochs=90, warmup_epochs=10, crop=0.08, flip=True, randaug=0, erasing=0,
+        mixup=0, cutmix=0, mix_ratio=0, smoothing=0, drop_path=0, layer_decay=1))])
+def test_recipes_are_the_papers(mode, wanted):
+    assert finetune.RECIPES[mode][0] == wanted
+    small = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, randaug=0, erasing=0,
+                 mixup=0, cutmix=0, drop_path=0)
+    assert finetune.RECIPES[mode][1] == {**small, **(dict(lr=2e-3) if mode == "finetune" else {})}
+    assert train.SHARED == dict(lr=None, blr=None, min_lr=0, momentum=0.9)
+
+
+def test_the_batchnorm_of_a_probe():
+    """Has no weights, and MAE's epsilon."""
+    model, x = classifier(probe=True), 1e-3 * torch.randn(8, 16)
+    wanted = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-6).sqrt()
+    assert torch.allclose(model.head(x), model.head[1](wanted), atol=1e-5)
 
 
 def test_smoothing_and_probabilities():
@@ -113,6 +141,17 @@ def test_small_pictures_and_encoders(tune, words, wanted):
     assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("mode", ["finetune", "linear"])
+def test_evaluating_a_checkpoint(tune, folder, mode):
+    """The same numbers as after training, also with --data of the same classes; no file is new."""
+    row, before = tune("--mode", mode, "--lr", "0.01")[1], sorted(Path().rglob("*"))
+    for more in ([], ["--data", str(folder)], ["--amp", "bf16"]):
+        found = finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *more,
+                               "--workers", "0"])
+        assert "bf16" in more or found == {name: row[name] for name in ("top1", "top5")}
+    assert sorted(Path().rglob("*")) == before
+
+
 def test_nearest_neighbours_by_hand():
     """Of four unit-length mean patch tokens, exp(cosine / 0.07) each; also under autocast."""
     model = classifier(probe=True, norm=True).eval()       # it seeds, too
@@ -168,6 +207,14 @@ def test_every_flag_does_something(tune):
             assert not same(run, runs[i]), f"'{words}' does as '{other}'"
 
 
+def test_pieces_drop_different_paths(tune, monkeypatch):
+    draws, forward = [], Classifier.forward
+    monkeypatch.setattr(Classifier, "forward", lambda *inputs: (
+        draws.append(torch.rand(1).item()), forward(*inputs))[1])
+    tune("--accum", "2")
+    assert len({*draws}) == len(draws) == 20
+
+
 def test_augmentation(tune, monkeypatch):
     """As the model gets it: erased rectangles of the mean colour, mixtures of labels likewise."""
     def inputs(words):
@@ -210,14 +257,28 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
     torch.save({"weight": torch.zeros(3)}, "x.pth")
     refused(finetune.main, words, "x.pth is not a ViT's checkpoint")
     write_pictures(tmp_path / "ten/train", "abcdefghij", 1)
-    write_pictures(tmp_path / "ten/val", "abcdefghij", 1)
-    torch.save(tuned, "x.pth")                             # a head of as many classes is kept
-    finetune.main([*words, "--data", "ten", "--name", "b"])
+    write_pictures(tmp_path / "ten/val", "abcdefghij", 5)
+    capsys.readouterr()
+    fixture = load(golden / "finetune_avg.pt")
+    _, split, _ = train.open_data("ten", (32, 32), settings())
+    for pool, norm in (("token", "norm."), (fixture["config"]["global_pool"], "fc_norm.")):
+        state = {name.replace("fc_norm.", norm): x for name, x in tuned.items()}
+        torch.save(state, "x.pth")
+        row = finetune.main("--mode eval --checkpoint x.pth --heads 4 --data ten".split())
+        scores = replay({**fixture, "config": {**fixture["config"], "global_pool": pool},
+                         "state_dict": state, "images": normalize(split.images, MAE),
+                         "labels": split.labels})["pred"]
+        rank = (scores > scores.gather(1, split.labels[:, None])).sum(1)
+        wanted = {f"top{n}": 100 * (rank < n).float().mean().item() for n in (1, 5)}
+        assert row == pytest.approx(wanted) and 0 < row["top5"] < 100
+        assert f"top5 {row['top5']:.2f}, of 50 images of ten" in capsys.readouterr().out
+    refused(finetune.main, ["--mode", "eval", *words[2:]], "x.pth does not name its data")
+    finetune.main([*words, "--data", "ten", "--name", "b"])            # keeps a head as large
     assert same(train.read("runs/b/last.pt")["model"], from_released(tuned))
 
 
 @pytest.mark.parametrize("mode, words", [
-    ("scratch", "--dim 16 --depth 2"), ("linear", ""),
+    ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
 def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
     """Where workers draw, too, and mixing and drop path in the process itself."""
@@ -225,7 +286,8 @@ def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
-    assert same(straight["model"], tune(*words, "--resume", name="stopped")[0]["model"])
+    resumed, _ = tune(*words, "--resume", name="stopped")
+    assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 
 
 def test_two_processes(tune, folder):

@@ -4,19 +4,25 @@ import math
 import multiprocessing
 import os
 import re
+import runpy
+import signal
+import sys
 import time
 import zlib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torchvision
 from PIL import Image, ImageOps
+from torch.multiprocessing.reductions import StorageWeakRef
 from torchvision.transforms import v2
 
 import finetune
+import mae
 import train
 from mae import MAE
 from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, settings, shell,
@@ -40,8 +46,13 @@ def test_shapes():
     assert not torch.equal(part.images[:1000], val.images) and len(part.classes) > 4
 
 
-def test_class_folders_in_memory(folder):
+def test_class_folders_in_memory(folder, monkeypatch):
+    """Each class folder is listed once."""
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda at: (listed.append(str(at)), scandir(at))[1])
     part, val, size = train.open_data(str(folder), None, settings())
+    folders = [str(folder / part / name) for part in ("train", "val") for name in "ab"]
+    assert [listed.count(path) for path in folders] == [1, 1, 1, 1]
     assert part.images.shape == (40, 3, 16, 16) and val.images.shape == (11, 3, 16, 16)
     assert part.images.dtype == torch.uint8 and size == (16, 16) and part.classes == ["a", "b"]
     assert part.labels.tolist() == [0] * 20 + [1] * 20
@@ -97,10 +108,88 @@ def test_streamed_pictures(tmp_path):
     assert first.shape == (300, 3, 8, 8) and rest.shape == (100, 3, 8, 8)
     assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[batches[0]])
     assert torch.equal(first[299], split[1, batches[0][299].item()][0])
+    crop = train.crop_transform((8, 8), settings())        # the whole, bicubic
+    image = train.read_image(split.images[0])
+    assert torch.equal(crop(image), v2.functional.resize(image, (8, 8), Image.BICUBIC))
+    val = train.open_data(str(tmp_path), (8, 8), settings())[1]        # of 12 pixels, 7/8
+    middle = train.read_image(val.images[3])[:, 1:11, 1:11]
+    assert torch.equal(val[0, 3][0], v2.functional.resize(middle, (8, 8), Image.BICUBIC))
     second = draw(0, seed=2)[0][0]
     assert not torch.equal(first, second)
     assert torch.equal(draw(2, seed=1)[0][0], first) and torch.equal(draw(2, seed=2)[0][0], second)
     assert not multiprocessing.active_children()
+
+
+def test_no_test_file_needs_unix(monkeypatch):
+    """To be imported, without what Windows lacks."""
+    for name in ("resource", "fcntl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for owner, name in ((os, "fork"), (os, "setsid"), (os, "getuid"), (os, "killpg"),
+                        (signal, "SIGKILL")):
+        monkeypatch.delattr(owner, name)
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        runpy.run_path(str(file), run_name="imported")
+    with pytest.raises(pytest.skip.Exception):
+        fork(print)
+
+
+def test_workers_that_are_spawned(folder, pretrain, monkeypatch):
+    """As on Windows and macOS, for a folder that is kept in memory and one that is streamed."""
+    plain = pretrain("--epochs", "1")["model"]
+    split, *_ = train.open_data(str(folder), (8, 8), settings())
+    split.transform = train.crop_transform((8, 8), settings(crop=0.5))
+    load = partial(train.load_images, split, [torch.arange(20)])
+    (images, _), = load(settings())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "fork")
+    try:
+        multiprocessing.set_start_method("spawn", force=True)
+        assert same(plain, pretrain("--epochs", "1", "--workers", "1", "--overwrite")["model"])
+        assert torch.equal(images, next(load(settings(workers=1)))[0])
+    finally:
+        multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.mark.parametrize("high, wide, size, patch", [
+    (150, 150, "144x144", "16x16"), (97, 97, "96x96", "12x12"), (50, 70, "48x64", "6x8"),
+    (33, 33, "32x32", "4x4"), (427, 640, "224x224", "16x16")])
+def test_images_of_any_size(tmp_path, monkeypatch, capsys, high, wide, size, patch):
+    """Train without a flag on sizes. The recipe's batch is no larger than the data."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for i in range(9):
+        Image.effect_noise((wide, high), 50).save(f"data/{i}.png")
+    train.main("--data data --dim 8 --depth 1 --heads 1 --epochs 1 --workers 0 --decoder_dim 8 "
+               "--decoder_depth 1 --decoder_heads 1".split())
+    said = capsys.readouterr().out
+    assert f"{size} px in " in said and f"patches of {patch} px" in said
+    assert f"of up to {high}x{wide} px are used at {size} px" in said
+    assert "8 training images: --batch_size 8, not 64" in said
+
+
+@pytest.mark.parametrize("gpus, mps, processes, wanted", [
+    (0, True, 1, "mps"), (0, True, 2, "cpu"), (1, False, 1, "cuda:1"), (1, True, 2, "cpu"),
+    (2, False, 2, "cuda:1"), (0, False, 1, "cpu")])
+def test_devices(monkeypatch, capsys, gpus, mps, processes, wanted):
+    """Of local rank 1. Several processes without a GPU each compute on the CPU, and say so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    args = settings(device=None, world=processes, local_rank=1)
+    assert str(train.choose_device(args, processes)) == wanted
+    said = "all processes compute on the CPU" in capsys.readouterr().out
+    assert said == (processes > 1 and wanted == "cpu")
+
+
+def test_copies_are_waited_for_but_on_cuda(folder, monkeypatch):
+    """MPS has been seen to give garbage."""
+    copies, to = [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *where, non_blocking=False, **more: (
+        copies.append(non_blocking), to(x, *where, **more))[1])
+    split, *_ = train.open_data(str(folder), (8, 8), settings())
+    [*train.load_images(split, torch.arange(8).split(4), settings(device=torch.device("meta")))]
+    train.METHODS["imae"].draw_mix(SimpleNamespace(beta=1.0, mix=None), "meta")
+    assert copies and not any(copies)
 
 
 def test_decoders(tmp_path):
@@ -174,8 +263,10 @@ def test_crops_on_the_device():
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_crop_statistics_match_torchvision(flip):
-    """Zoom and place of crops of a ramp; of files by torchvision itself, in the same shape."""
+    """Zoom, aspect and place of crops of ramps; of files by torchvision itself, in the same shape.
+    Half of them are mirrored."""
     ramp = torch.linspace(0, 255, 32).expand(3, 32, 32).byte()
+    ramp = torch.stack([ramp[0], ramp[0].T, ramp[0]])      # from the left, from above
     transform = train.crop_transform((32, 32), settings(crop=0.2, flip=flip))
     theirs = v2.RandomResizedCrop(32, (0.2, 1))
     ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2, flip=flip)
@@ -185,6 +276,16 @@ def test_crop_statistics_match_torchvision(flip):
             wanted = statistic(of(theirs.float()))
             assert abs(statistic(of(ours)) - wanted) < 4   # of about 95 and 20
             assert abs(statistic(of(streamed.float())) - wanted) < 4
+    def slopes(x):                                         # from the left, from above
+        x = x.float()
+        return x[:, 0, 16, 24] - x[:, 0, 16, 8], x[:, 1, 24, 16] - x[:, 1, 8, 16]
+
+    def spread(x):                                         # of the logarithm of the aspect
+        across, down = slopes(x)
+        return (across / down).abs().log().quantile(torch.tensor([0.25, 0.75])).diff()
+    for x in (ours, streamed):
+        assert abs(spread(x) / spread(theirs) - 1) < 0.1
+        assert abs((slopes(x)[0] < 0).float().mean() - 0.5 * flip) < 0.05
 
 
 def test_learning_rate(pretrain, monkeypatch):
@@ -207,6 +308,59 @@ def test_learning_rate(pretrain, monkeypatch):
     rates.clear()
     pretrain(*words, "--schedule", "constant", name="constant")
     assert rates[5:] == pytest.approx([3e-3] * 10)
+
+
+@pytest.mark.parametrize("words", ["", "--img_size 8"])
+def test_each_epoch_draws_anew(tmp_path, pretrain, monkeypatch, words):
+    """And each step, and each seed: masks, and crops of images that are all alike, in memory and
+    streamed."""
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for i in range(16):
+            Image.linear_gradient("L").resize((16, 16)).save(tmp_path / part / f"a/{i}.png")
+    seen, forward = [], MAE.forward
+    monkeypatch.setattr(MAE, "forward", lambda self, images, noise: (
+        seen.append((images.sum((1, 2, 3)), noise[:, 0])), forward(self, images, noise))[1])
+    for seed in "01":
+        pretrain("--data", str(tmp_path), "--seed", seed, *words.split(), name=seed)
+    for draws in zip(*seen):                               # of two runs, two epochs, two steps
+        assert len(torch.stack(draws).sort(1)[0].unique(dim=0)) == 8
+        assert len(draws[0].unique()) == 8
+
+
+def test_images_are_shuffled(pretrain, monkeypatch):
+    """Those of sorted classes, in training anew in each epoch, and in validation."""
+    seen, load_images = [], train.load_images
+    monkeypatch.setattr(train, "load_images", lambda data, batches, *more: (
+        seen.append(batches[0].tolist()), load_images(data, batches, *more))[1])
+    pretrain("--batch_size", "20", "--eval_images", "6")
+    _, _, first, val, second, again = seen[:6]             # read, train, validate, twice
+    pretrain("--eval_images", "6", "--seed", "1", "--epochs", "1", name="other")
+    assert first != second and val == again == seen[-1] and len(val) == 6
+    assert all(min(ids) < half <= max(ids) for ids, half in ((first, 20), (second, 20), (val, 6)))
+
+
+@pytest.mark.parametrize("amp", ["fp32", "fp16"])
+def test_clipping(pretrain, amp):
+    """A step of SGD at rate 1 is as long as the clipped gradient, however the loss is scaled."""
+    words = ["--optimizer", "sgd", "--lr", "1", "--warmup_epochs", "0", "--weight_decay", "0",
+             "--clip_grad", "0.01", "--batch_size", "40", "--amp", amp, "--epochs"]
+    start, end = (pretrain(*words, n, name=n)["model"] for n in ("0", "1"))
+    step = torch.cat([(end[name] - start[name]).flatten() for name in start])
+    assert step.norm() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("own_draws", [False, True])
+def test_random_numbers_of_pieces_and_processes(own_draws):
+    """Are one model's; in fine-tuning, as of drop path, each has its own."""
+    draws, weight = [], torch.zeros(1, requires_grad=True)
+    for rank in range(2):
+        torch.manual_seed(5)
+        args = settings(accum=2, clip_grad=0, rank=rank, own_draws=own_draws)
+        net = lambda x: (draws.append(torch.rand(1).item()), (weight.sum(), {}))[1]
+        train.train_step(net, torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False),
+                         [torch.zeros(4)], args)
+    assert len(draws) == 4 and len({*draws}) == (4 if own_draws else 1)
 
 
 def test_weight_decay_is_not_of_biases_and_norms(pretrain):
@@ -243,6 +397,68 @@ def test_small_pictures_and_encoders(folder, tmp_path, monkeypatch, words, wante
     assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
 
 
+@pytest.fixture
+def dry(monkeypatch, tmp_path):
+    """dry(main, words, side) goes as far as to training on 20,000 images of this size: its args."""
+    monkeypatch.chdir(tmp_path)
+    split, seen = train.ImageDataset(torch.zeros(20_000, 3, 1, 1), [0] * 20_000, ["a"]), []
+
+    def run(main, words, side):
+        for module in (train, finetune):
+            monkeypatch.setattr(module, "open_data", lambda *_: (split, split, (side, side)))
+            monkeypatch.setattr(module, "fit", lambda args, *_, **__: seen.append(vars(args)) or {})
+        main(words.split())
+        return seen.pop()
+    return run
+
+
+@pytest.mark.parametrize("main, words", [
+    *((train.main, f"--method {name}") for name in train.METHODS),
+    (finetune.main, "--mode scratch"), (finetune.main, "--mode linear")])
+def test_help(main, words, dry, capsys):
+    """A text for each option, and the value that a run without it has: of large images and, if
+    that differs, of small ones."""
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), "--help"])
+    usage, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
+    shown = {}
+    for entry in entries:
+        name, text = re.fullmatch(r"(?:-h, )?--(\w+)(?:, --no-\w+| [A-Z]+| \S+ \[.*\])? (.*)",
+                                  " ".join(entry.split("\n\n")[0].split())).groups()
+        shown[name] = text.replace("small images: ", "").rpartition("(")[2].rstrip(")").split("; ")
+        assert len(text) > 4, entry
+    assert usage.startswith("usage: python ") and len(shown) > 30
+    assert words != "--method mae" or "CrossMAE Table 7" in " ".join(entries)
+    if "linear" in words:                                  # it needs a checkpoint
+        return
+    large, small = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
+    cls = train.METHODS.get(words.split()[1], finetune.Classifier)
+    for name in {**getattr(cls, "recipe", finetune.FINETUNE), **train.method_arguments(cls)}:
+        if name in large and large[name] is not None and name != "lr":
+            values = [str(x[name]).strip("()").replace(" ", "") for x in (large, small)]
+            assert shown[name] == [*dict.fromkeys(values)], name
+
+
+def test_a_short_run(dry, refused, capsys):
+    """Has a part of the recipe's warm-up, but all of one that was given."""
+    words = "--size tiny --epochs 10"
+    assert dry(train.main, words, 224)["warmup_epochs"] == 0.5
+    assert "10 of the recipe's 800 epochs: --warmup_epochs 0.5, not 40" in capsys.readouterr().out
+    assert dry(train.main, words + " --warmup_epochs 2.5", 224)["warmup_epochs"] == 2.5
+    refused(train.main, [*words.split(), "--warmup_epochs", "11"], "--warmup_epochs 11")
+
+
+def test_progress_without_a_terminal(pretrain, monkeypatch, capfd):
+    """A line about once a minute: share of the epoch, rate, loss, time left."""
+    pretrain("--batch_size", "1")
+    assert "%|" not in "".join(capfd.readouterr())
+    monkeypatch.setattr(train, "MINUTE", 0)
+    pretrain("--batch_size", "1", "--overwrite")
+    lines = [line for line in capfd.readouterr().out.splitlines() if "%|" in line]
+    assert len(lines) == 4                                 # 40 steps, of which every 20th
+    assert re.search(r"<\d\d:\d\d, .*img/s, loss \d.*, lr \d", lines[-1]), lines
+
+
 def test_a_run_leaves_everything(pretrain, capsys):
     content = pretrain()
     said, rows = capsys.readouterr().out, log()
@@ -251,7 +467,8 @@ def test_a_run_leaves_everything(pretrain, capsys):
     assert rows[0].keys() >= {"loss", "lr", "psnr_hidden", "psnr_image", "psnr_decoded", "img_s",
                               "wait", "train_s", "eval_s", "save_s"}
     for part in ("runs/mae/recon.png", "python finetune.py --checkpoint runs/mae/last.pt",
-                 "lr 0.002", "2 epochs (1 of warm-up) of 5 steps", "4x4 patches of 4x4 px", "M parameters", "40 train, 11 val"):
+                 "lr 0.002", "2 epochs (1 of warm-up) of 5 steps", "4x4 patches of 4x4 px",
+                 "M parameters", "40 train, 11 val"):
         assert part in said
     for row in rows:                                       # what a person reads of it
         found = re.search(rf"epoch {row['epoch']}: loss (.*), psnr_hidden (.*), (.*) img/s, "
@@ -287,6 +504,7 @@ def test_what_is_said(pretrain, tmp_path, capsys):
     assert pretrain("--data", "flat")["classes"] == []
     said = capsys.readouterr().out
     assert said.count("2 .heic") == 1 == said.count("1 .gif")
+    assert "note    x in flat are not taken for classes" in said
     assert all(word in said for word in ("steps are few", "--batch_size", "--epochs", "--init"))
     assert "python train.py --eval runs/mae/last.pt" in said
     pretrain("--batch_size", "1", "--epochs", "13", "--depth", "1", name="more")
@@ -377,14 +595,19 @@ def test_a_process_without_a_validation_picture(tmp_path, monkeypatch):
 
 def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
     """Only what was asked for happens to a run; settings of a resumed one are those given now."""
-    first = pretrain("--resume")                           # none there: starts
+    first = pretrain("--resume")
+    assert "there is no runs/mae/last.pt to resume: the run starts" in capsys.readouterr().out
     refused(train.main, ["--name", "mae"], "runs/mae holds a run", "--resume", "--overwrite")
     for words in ([], ["--epochs", "0", "--warmup_epochs", "0"]):      # nothing to do, nothing lost
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and len(again["history"]) == 2
     capsys.readouterr()
     other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
-    assert "resumed after epoch 2" in capsys.readouterr().out and other["epoch"] == 3
+    said = capsys.readouterr().out
+    assert "resumed after epoch 2" in said and other["epoch"] == 3
+    assert {*re.findall(r"note +(\w+ was .*)", said)} == {
+        "epochs was 2, is 3", "weight_decay was 0.05, is 0.9",
+        "betas was (0.9, 0.95), is (0.5, 0.6)"}
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
     assert not same(first["model"], pretrain("--overwrite", "--seed", "1")["model"])
@@ -392,6 +615,33 @@ def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
         patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         pretrain("--overwrite")
     assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
+
+
+@pytest.mark.parametrize("main, words", [
+    (train.main, "--resume --name mae --epochs 3"), (train.main, "--init runs/mae/last.pt"),
+    (train.main, "--method imae --teacher runs/mae/last.pt"),
+    (finetune.main, "--checkpoint runs/mae/last.pt")])
+def test_nothing_of_a_checkpoint_stays_in_memory(pretrain, folder, monkeypatch, main, words):
+    """While a run trains that started from it, but what its optimizer has resumed."""
+    pretrain()
+    storages, read = [], train.read
+
+    def spy(*inputs):
+        content = read(*inputs)
+        state = content.get("optimizer", {"state": {}})["state"].values()
+        for x in [*content["model"].values(), *(x for part in state for x in part.values())]:
+            storages.append((x.data_ptr(), StorageWeakRef(x.untyped_storage())))
+        return content
+
+    def step(net, optimizer, *rest):
+        own = {x.data_ptr() for part in optimizer.state.values() for x in part.values()}
+        left = [ref for at, ref in storages if at not in own and not ref.expired()]
+        raise KeyboardInterrupt(f"{len(left)} of {len(storages)}")
+    for module in (train, finetune):
+        monkeypatch.setattr(module, "read", spy)
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(KeyboardInterrupt, match=r"^0 of \d\d+"):
+        main(["--data", str(folder), *TINY, *DECODER[:6 * (main is train.main)], *words.split()])
 
 
 def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
@@ -409,20 +659,14 @@ def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, ca
     assert "from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
     again = pretrain(*words, "--init", "runs/whole/last.pt", name="again")     # or one of its own
     assert same(content["model"], again["model"])
+    train.main(["--data", str(folder), "--init", "runs/whole/last.pt", "--name", "sizes",
+                "--img_size", "32", "--workers", "0", "--epochs", "0"])  # its sizes are taken over
+    assert train.read("runs/sizes/last.pt")["config"]["depth"] == 3
     words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
     del state["blocks.1.attn.proj.bias"]
     torch.save(state, tmp_path / "mae.pth")
     refused(train.main, words, "mae.pth", "encoder.blocks.1.attn.proj.bias is missing")
     assert not Path("runs/broken").exists()
-
-
-def test_help_lists_the_methods_words(capsys):
-    for method, parts in (("mae", ("inter_block_attention", "CrossMAE Table 7", "(0.75)", "--blr")),
-                          ("imae", ("--teacher", "--same_class", "--mix", "--eval_every"))):
-        with pytest.raises(SystemExit) as stop:
-            train.main(["--method", method, "--help"])
-        said = " ".join(capsys.readouterr().out.split())
-        assert stop.value.code == 0 and [part for part in parts if part not in said] == []
 
 
 def into_a_closed_pipe(*words):
@@ -461,6 +705,35 @@ def test_a_method_of_your_own(pretrain, folder, refused, monkeypatch):
     monkeypatch.setattr(Own, "forward", lambda *inputs: MAE.forward(*inputs)[0])
     with pytest.raises(TypeError, match=r"forward must return \(loss, {"):
         train.main([*map(str, words), "x"])
+
+
+def value_error(*_, **__):
+    raise ValueError("one's own")
+
+
+@pytest.mark.parametrize("owner, name, bug, error", [
+    (MAE, "forward", lambda self, *_: self.nothing, AttributeError),
+    (MAE, "forward", value_error, ValueError), (mae, "ViT", value_error, ValueError),
+    (MAE, "forward", lambda *_: [a for a, b in [(1, 2, 3)]], ValueError),
+    (MAE, "forward", lambda self, x, noise: self.encoder(x[:, :1]), ValueError),
+    (MAE, "reconstruct", lambda *_: None, TypeError)])
+def test_a_bug_has_its_traceback(pretrain, monkeypatch, owner, name, bug, error):
+    """In forward, in the constructor, in validation; only a wrong input is one line."""
+    monkeypatch.setattr(owner, name, bug)
+    with pytest.raises(error):
+        pretrain()
+
+
+def test_validation_is_as_training(pretrain, tune, monkeypatch):
+    """In mixed precision, in batches no larger than a piece."""
+    for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
+        seen, before = [], getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, images, *more: (
+            seen.append((torch.is_autocast_enabled("cpu"), len(images))),
+            before(self, images, *more))[1])
+        run("--batch_size", "8", "--accum", "2", "--amp", "bf16", "--epochs", "0",
+            "--warmup_epochs", "0", name=name)
+        assert {*seen} == {(True, 4), (True, 3)} and len(seen) == 3
 
 
 @pytest.mark.parametrize("method", train.METHODS)

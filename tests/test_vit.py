@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mae import MAE
 from tests.conftest import ROOT
@@ -293,3 +294,15 @@ def test_transfer_interpolates_positions(state):
     assert transfer(other, one.state_dict(), one.encoder.grid) == [    # as many patches, and with
         f"interpolated from (2, 8) to (4, 4) patches: {name}"          # the decoder
         for name in ("decoder_pos_embed", "encoder.pos_embed")]
+
+
+def test_encoding_keeps_no_feature_maps():
+    """While nothing is to be learnt: of six blocks' outputs, one or two are in memory."""
+    model, outputs, kept = ViT(16, 4, dim=16, depth=6, heads=2), [], []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *io: (
+            outputs.append(StorageWeakRef(io[2].untyped_storage())),
+            kept.append(sum(not x.expired() for x in outputs)))[0])
+    with torch.no_grad():
+        model(torch.randn(2, 3, 16, 16))
+    assert len(kept) == 6 and max(kept) <= 2
