@@ -54,7 +54,8 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, InputError, ViT, i
 
 
 class CrossAttention(nn.Module):
-    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values (Sec. 3.2): (B,M,E)."""
+    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values (Sec. 3.2): (B,M,E). As
+    in released weights, the layer kv gives k, then v, and in each the heads one after the other."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()

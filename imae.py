@@ -118,7 +118,8 @@ class IMAE(nn.Module):
 
     def mixture(self, images, partners, mix):
         """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
-        dominant); `mix` is the weight of images, a number or (B,). ValueError if shapes differ."""
+        dominant); `mix` is the weight of images, a number or (B,). At 0.5 images are subordinate
+        (item 3). ValueError if shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
