@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TWINS = {  # another function that holds the solution of the first
     "hypermae.fourier_features": "minr.fourier_features",
     "mae.MAE.decoder_input": "imae.IMAE.decode"}
-SOURCES = r"eq\.|Sec|Table|Figure|Algorithm|[Ii]tem|release|A\.\d|=|\w\(\w"  # in comments that stay
+SOURCES = r"eq\.|Sec|Table|Figure|Algorithm|[Ii]tem|release|A\.\d| [=+] |\w\(\w"  # they stay
 
 
 class Different(Exception):
@@ -71,7 +71,7 @@ def leaves(value, names):
     if isinstance(value, dict):
         for key in sorted(value):
             for label, axes, leaf in leaves(value[key], ""):
-                yield f"{key} {label}".strip(), axes, leaf
+                yield f"{names} {key} {label}".strip(), axes, leaf
     elif isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
             if isinstance(names, tuple):                   # each part has names of its own
@@ -95,7 +95,7 @@ def difference(expected, yours, names):
         return f"expected shape {shapes(expected)}, yours {shapes(yours)}"
     for (label, axes, a), (_, _, b) in zip(leaves(expected, names), leaves(yours, names)):
         x, y = a.detach().double(), b.detach().double()
-        near = (x - y).abs() <= 1e-4 * x.abs().max().clamp(min=1e-2)       # not if one is nan
+        near = (x - y).abs() <= 1e-4 * x.nan_to_num().abs().max().clamp(min=1e-2)
         wrong = ~(near | x.isnan() & y.isnan())
         if wrong.any():
             where = wrong.nonzero()[0].tolist()
@@ -113,14 +113,15 @@ def training_effects(result, names, model):
     """What training sees of a result: {which parts have a gradient, each parameter's gradient}."""
     effects, total = {}, torch.zeros(())
     for label, _, leaf in leaves(result, names):
-        effects[f"{label or 'the result'} has a gradient"] = leaf.requires_grad
+        effects[f"{label or 'result'} has a gradient"] = leaf.requires_grad
         if leaf.requires_grad:                             # each number gets a weight of its own
             total = total + (leaf * torch.linspace(1, 2, leaf.numel()).view_as(leaf)).sum()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = [None] * len(trained)
     if total.requires_grad:
         grads = torch.autograd.grad(total, trained.values(), allow_unused=True)
-        for (name, p), g in zip(trained.items(), grads):
-            effects[f"the gradient of {name}"] = torch.zeros_like(p) if g is None else g
+    for (name, p), g in zip(trained.items(), grads):
+        effects[f"the gradient of {name}"] = torch.zeros_like(p) if g is None else g
     return effects
 
 
@@ -158,18 +159,24 @@ def in_words(name, args):
 
 def compare(name, function, args):
     """Raises Different unless the function does what the reference does with these arguments."""
-    item, expected = EXERCISES[name], None
+    item, expected, yours, error = EXERCISES[name], None, None, None
     clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
-    with contextlib.suppress(ValueError):                  # where that is right
-        expected = item.call(item.reference, *args)
     try:
         yours = item.call(function, *clones)
-    except ValueError:
-        if expected is None:
-            return
+    except NotImplementedError:
         raise
-    if expected is None:
-        raise Different("expected a ValueError, yours returns something")
+    except Exception as raised:
+        error = raised
+    try:
+        expected = item.call(item.reference, *args)
+    except ValueError:                                     # as the docstring says
+        if isinstance(error, ValueError):
+            return
+        raise Different(f"expected a ValueError, yours: {error or shapes(yours)}") from error
+    if error:
+        raise error
+    if torch.is_tensor(yours) and yours.ndim and shapes([*yours]) == shapes(expected):
+        yours = [*yours]                                   # as good as a list
     for key, arg, clone in zip(inspect.signature(item.reference).parameters, args, clones):
         if torch.is_tensor(arg) and not torch.equal(arg, clone):
             raise Different(f"the argument {key} has been changed: work on a copy of it")
@@ -206,7 +213,8 @@ def check(name):
     except Exception as error:
         if str(error).startswith("exercise: "):
             other = str(error).removeprefix("exercise: ")
-            return f"{name} is not written yet" if other == name else f"{name} calls {other}"
+            calls = "" if other == name else f"calls {other}, which "
+            return f"{name} {calls}is not written yet"
         lines = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
                  for frame in traceback.extract_tb(error.__traceback__)
                  if Path(frame.filename).parent == ROOT]
@@ -225,9 +233,11 @@ def take_out(folder, name, message):
     for part in name.split(".")[1:]:
         node = next(child for child in node.body if getattr(child, "name", None) == part)
     start = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
-    body = [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline)
-            if token.type == tokenize.COMMENT and start < token.start[0] <= node.end_lineno
-            and re.search(SOURCES, token.string)]
+    body = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        inside = start < token.start[0] <= node.end_lineno
+        if inside and token.type == tokenize.COMMENT and re.search(SOURCES, token.string):
+            body.append(re.sub("the same[,:] ", "", token.string))
     body.append(f'raise NotImplementedError("exercise: {message}")')
     lines = text.splitlines(keepends=True)
     end = lines[0][len(lines[0].rstrip("\r\n")):]          # as the file has it
@@ -294,7 +304,7 @@ def handout(folder, names):
         page += [f"## {i}. `{name}`", f"{task(name)} In `{name.split('.')[0]}.py`, line {line}.",
                  f"Check: `python -m tests.exercise --check {name}`"]
         if twin:
-            take_out(folder, twin, f"{twin}, which has lines of {name}")
+            take_out(folder, twin, f"{twin} (with lines of {name})")
             page.append(f"`{twin}` has some of these lines: write it, too.")
     (folder / "TASKS.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md")

@@ -67,7 +67,7 @@ def random_inputs(B=2):
 def patchify(images, patch_size, slip=""):
     B, C, H, W = images.shape
     p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
-    patches = torch.zeros(B, H // p * (W // q), p * q * C)
+    pixels, patches = images.tolist(), torch.zeros(B, H // p * (W // q), p * q * C).tolist()
     for b, c, y, x in product(range(B), range(C), range(H), range(W)):
         patch = y // p * (W // q) + x // q
         value = (y % p * q + x % q) * C + c
@@ -79,8 +79,8 @@ def patchify(images, patch_size, slip=""):
             value = (x % q * p + y % p) * C + c
         elif slip == "memory":
             patch, value = divmod((c * H + y) * W + x, p * q * C)
-        patches[b, patch, value] = images[b, c, y, x]
-    return patches
+        patches[b][patch][value] = pixels[b][c][y][x]
+    return torch.tensor(patches)
 
 
 @exercise(
@@ -104,8 +104,8 @@ def normalize_patches(patches, slip=""):
                 std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
             elif slip == "squared":
                 std = var + 1e-6
-            for j, v in enumerate(patch):
-                result[b, i, j] = (v - mean) / std if std else math.nan
+            row = [(v - mean) / std if std else math.nan for v in patch]
+            result[b, i] = torch.tensor(row)
             means.append(mean)
             stds.append(std)
     shape = (*patches.shape[:2], 1)
@@ -183,13 +183,11 @@ def attend(module, q, k, v, slip):
     heads, results = 1 if slip == "heads" else module.heads, []
     d = q.shape[1] // heads
     for start in range(0, heads * d, d):
-        part, rows = slice(start, start + d), []
-        scale = {"scale": 1, "linear": d}.get(slip, d ** 0.5)
-        weights = torch.stack([(k[:, part] @ query / scale).exp() for query in q[:, part]])
-        for i in range(len(q)):                            # weights: (M, N)
-            total = weights.sum(0) if slip == "axis" else weights[i].sum()
-            rows.append(weights[i] / total @ v[:, part])
-        results.append(torch.stack(rows))                              # (M, d)
+        part = slice(start, start + d)
+        scores = q[:, part] @ k[:, part].T                             # (M, N)
+        weights = (scores / {"scale": 1, "linear": d}.get(slip, d ** 0.5)).exp()
+        weights = weights / weights.sum(0 if slip == "axis" else 1, keepdim=True)
+        results.append(weights @ v[:, part])                           # (M, d)
     merged = torch.stack(results).reshape(q.shape) if slip == "merge" else torch.cat(results, 1)
     return merged if slip == "proj" else module.proj(merged)
 
@@ -274,7 +272,7 @@ def loss_cases(mae):
 
 
 @exercise(
-    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare", ("loss: ", ""),
+    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare", ("loss: ", "metrics"),
     loss_cases, call_forward, **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None else noise
@@ -355,8 +353,7 @@ def coordinates(*shape):
     linear="the frequencies have equal differences. They should have equal ratios.",
     open="the last frequency should be sigma itself.",
     mixed="row and column alternate. All frequencies of the row come first.",
-    column="the column comes before the row.",
-    precision="the phase is not computed in float32.")
+    column="the column comes before the row.")
 def fourier_features(coords, dim, sigma, slip=""):
     n, rows = dim // 2, []
     for row, column in coords.reshape(-1, 2).tolist():
@@ -367,8 +364,6 @@ def fourier_features(coords, dim, sigma, slip=""):
             phases.append({"pi": 1, "double": 2 * math.pi}.get(slip, math.pi) * f * x)
         if slip == "mixed":
             phases = [phases[half + k] for k in range(n) for half in (0, n)]
-        if slip == "precision":
-            phases = torch.tensor(phases).to(coords.dtype).tolist()
         halves = [[math.cos(a) for a in phases], [math.sin(a) for a in phases]]
         rows.append(halves[1] + halves[0] if slip == "sines" else halves[0] + halves[1])
     return torch.tensor(rows).view(*coords.shape[:-1], 2 * dim)
@@ -429,7 +424,7 @@ def modulate_cases(minr):
     tokens="a layer reads another layer's tokens.")
 def modulate(self, tokens, slip=""):
     def unit(W):                                           # columns of norm 1
-        vectors = [v / sum(x ** 2 for x in v) ** 0.5 for v in (W if slip == "rows" else W.T)]
+        vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
         return torch.stack(vectors, dim=0 if slip == "rows" else 1)
     layers, start = [], 0
     for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
@@ -497,7 +492,7 @@ def imae_cases(imae):
 
 @exercise(
     "imae.IMAE.forward", "i-MAE Algorithm 1", "the loss of two branches, with distillation",
-    ("loss: ", ""), imae_cases, call_forward,
+    ("loss: ", "metrics"), imae_cases, call_forward,
     mean="the branches' losses are averaged. They should be added (item 4).",
     targets="the branches have each other's image.",
     mixture="the target is the mixture. Each branch has an image of its own.",
@@ -520,8 +515,7 @@ def imae_forward(self, images, noise=None, partners=None, mix=None, slip=""):
         recon.append(mean_error(self, target, z, ids_keep, ids_mask, slip))
         if self.distill_weight > 0:
             seen = mixed if slip == "teacher" else xs[0 if slip == "same" else i]
-            errors = (z - self.teach(seen, ids_keep)).flatten() ** 2
-            distill = distill + sum(errors) / len(errors)
+            distill = distill + ((z - self.teach(seen, ids_keep)) ** 2).sum() / z.numel()
     loss = sum(recon) / (len(recon) if slip == "mean" else 1)
     loss = loss + (1 if slip == "weight" else self.distill_weight) * distill
     metrics = dict(loss=loss, distill=distill, **dict(zip(("subordinate", "dominant"), recon)))
@@ -573,6 +567,7 @@ def by_parameter(function, model, *args):
     shifted="the exponents are off by one. The rate of the head is scaled by 1.",
     reversed="the head has the lowest rate. It should be the embedding.",
     embedding="the embedding has the rate of block 0. It is a layer of its own.",
+    everything="all parameters decay. In training only what has two axes or more does.",
     biases="biases or norms decay. In training only what has two axes or more does.",
     tokens="the class token or the positions decay.",
     frozen="parameters that are not trained are in the groups.")
@@ -586,9 +581,9 @@ def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
         steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
         steps -= slip == "embedding" and i == 0
         for p in layer:
-            decays = p.ndim > 1 or slip == "biases"
+            decays = p.ndim > 1 or slip in ("biases", "everything")
             if p is encoder.cls_token or p is encoder.pos_embed:
-                decays = slip == "tokens"
+                decays = slip in ("tokens", "everything")
             if p.requires_grad or slip == "frozen":
                 groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
                                    lr_scale=math.prod([layer_decay] * steps)))
