@@ -287,6 +287,8 @@ def handout(folder, names):
         return "--handout needs the names of exercises"
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         return f"{folder} exists and is not an empty folder"
+    if ROOT / "tests" in [folder.resolve(), *folder.resolve().parents]:
+        return f"{folder} is in the project's tests: choose another place"
     kept = [path for part in ("*.py", "*.txt", "*.md", "LICENSE*") for path in ROOT.glob(part)]
     folder.mkdir(parents=True, exist_ok=True)
     for path in kept:
@@ -329,7 +331,7 @@ def main(argv=None):
         texts = {name: check(name) for name in names or EXERCISES}
         for name, text in texts.items():
             text = text or f"{name} is right"
-            print(text if names else text.splitlines()[0])
+            print(text if names else re.split(r" \(|\n", text)[0])
         return int(any(texts.values()))
     if args.handout or names:
         reason = handout(args.handout, names) if args.handout else empty(names)

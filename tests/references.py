@@ -272,8 +272,8 @@ def loss_cases(mae):
 
 
 @exercise(
-    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare", ("loss: ", "metrics"),
-    loss_cases, call_forward, **LOSS_SLIPS)
+    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
+    ("loss: ", "metrics"), loss_cases, call_forward, **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None else noise
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
