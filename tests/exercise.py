@@ -218,7 +218,7 @@ def check(name):
         lines = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
                  for frame in traceback.extract_tb(error.__traceback__)
                  if Path(frame.filename).parent == ROOT]
-        lines = lines[-3:] + "".join(traceback.format_exception_only(error)).splitlines()
+        lines = lines[-3:] + "".join(traceback.format_exception_only(error)).rstrip().splitlines()
         return "\n  ".join([f"{name} stops with an error{called}", *lines])
     return ""
 
@@ -325,7 +325,7 @@ def main(argv=None):
         if name not in EXERCISES:
             near = difflib.get_close_matches(name, EXERCISES, 3, 0.4)
             parser.exit(2, f"{name} is not an exercise" + (
-                f"; did you mean {' or '.join(near)}?\n" if near else "\n"))
+                f"; did you mean {' or '.join(near)}?\n" if near else ": give none for a list\n"))
     names = [name for name in EXERCISES if name in args.names]
     if args.check:
         texts = {name: check(name) for name in names or EXERCISES}
