@@ -191,7 +191,7 @@ class CrossMAE(nn.Module):
     def encode(self, images, ids_keep):
         """Inter-block attention (Sec. 3.4): what each decoder block reads of the visible patches
         ids_keep (B,K), a list of (B,1+K,D): its mix of the feature maps map_ids, through its norm
-        or, where nothing is mixed, the last one (Figure 4a)."""
+        in dec_norms; without mix_maps, the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.mix_maps:                                          # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)

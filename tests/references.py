@@ -321,7 +321,7 @@ def map_cases(crossmae):
     projection="project_maps is ignored.")
 def crossmae_encode(self, images, ids_keep, slip=""):
     maps, results = self.encoder.layers(self.encoder.embed(images, ids_keep)), []
-    if not self.mixes:
+    if not hasattr(self, "wfm"):                           # feature_maps "last"
         return [self.encoder.norm(maps[-1]) for _ in self.decoder_blocks]
     W, ids = self.wfm["linear"].weight, self.map_ids
     if self.softmax_weights and slip != "logits":

@@ -198,7 +198,7 @@ q, (k, v) = self.q(x), self.kv(y).split(self.q.out_features, dim=2)""" + ATTEND,
         *WRONG_ATTENTION]),
     "crossmae.CrossMAE.encode": ("""
 maps = self.encoder.layers(self.encoder.embed(images, ids_keep))
-if not self.mixes:
+if not hasattr(self, "wfm"):
     return [self.encoder.norm(maps[-1]) for block in self.decoder_blocks]
 W, results = self.map_weights(), []
 for k in range(len(W)):
