@@ -365,8 +365,9 @@ def repository(tmp_path, monkeypatch):
         shutil.copy(file, tmp_path)
 
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,
-                       check=True, capture_output=True)
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c",
+                        "core.autocrlf=false", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
     git("init")
     git("add", ".")
     git("commit", "-m", "all")
