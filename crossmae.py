@@ -54,7 +54,8 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, InputError, ViT, i
 
 
 class CrossAttention(nn.Module):
-    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values (Sec. 3.2): (B,M,E)."""
+    """Queries x (B,M,E) read y (B,1+K,D), projected here to keys and values (Sec. 3.2): (B,M,E). As
+    in released weights, the layer kv gives k, then v, and in each the heads one after the other."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()
@@ -189,7 +190,8 @@ class CrossMAE(nn.Module):
 
     def encode(self, images, ids_keep):
         """Inter-block attention (Sec. 3.4): what each decoder block reads of the visible patches
-        ids_keep (B,K), a list of (B,1+K,D)."""
+        ids_keep (B,K), a list of (B,1+K,D): its mix of the feature maps map_ids, through its norm
+        in dec_norms; without mix_maps, the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.mix_maps:                                          # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)

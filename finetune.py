@@ -99,9 +99,10 @@ class Classifier(nn.Module):
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
-    """Parameter groups, the rate of layer i of n scaled by layer_decay ** (n - i): the embedding is
-    layer 0, block i is i + 1, the head n. Weight decay as in training, but none on the class token
-    and the positions (BEiT; MAE Table 9)."""
+    """Groups of the trained parameters, each a dict of params, weight_decay and lr_scale, which is
+    layer_decay ** (n - i) for layer i of n: the embedding is layer 0, block i is i + 1, what is
+    after the blocks n. Weight decay as in training (none below two axes: biases and norms), but
+    none on the class token and the positions (BEiT; MAE Table 9)."""
     groups, n = {}, len(model.encoder.blocks) + 1
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")

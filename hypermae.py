@@ -147,7 +147,8 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """The PaCo-MLP (Sec. 2.2, Algorithm 1): coordinates (B,N,2), or (N,2) for all images, and M
-        (B,h,h) -> pixels (B,N,p*p*C)."""
+        (B,h,h), without a bias -> pixels (B,N,p*p*C), out_bias added (item 3). ReLU between layers,
+        but only if relu_around_m also right before and after M (item 1)."""
         mod = self.modulated_layer
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # PositionalEmbedding(pco, h)
         z = z.to(M.dtype)                                              # (B, N, 2 pe_dim)

@@ -118,7 +118,8 @@ class IMAE(nn.Module):
 
     def mixture(self, images, partners, mix):
         """The mixture (B,C,H,W) of images and partners (B,C,H,W), and the two as (subordinate,
-        dominant); `mix` is the weight of images, a number or (B,). ValueError if shapes differ."""
+        dominant); `mix` is the weight of images, a number or (B,). At 0.5 images are subordinate
+        (item 3). ValueError if shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         a = torch.as_tensor(mix, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
@@ -151,8 +152,10 @@ class IMAE(nn.Module):
     def forward(self, images, noise=None, partners=None, mix=None):
         """Images and partners (B,C,H,W), normalised, noise (B,L; None: random) and mix, the weight
         of images, a number or (B,) (None: draw_mix) -> the loss, a float32 scalar, and its parts,
-        detached: {"loss", "subordinate", "dominant", "distill"}. Partners: Algorithm 1's perm(img),
-        which train.py draws (draw_partners); None: each image's predecessor in the batch."""
+        detached: {"loss", "subordinate", "dominant" (if there is that branch), "distill" (before
+        distill_weight)}. Branches add the mean squared errors of their image's hidden patches and,
+        for distill, of their latent from the teacher's (items 1, 4). Partners: Algorithm 1's
+        perm(img), which train.py draws; None: each image's predecessor in the batch."""
         partners = images.roll(1, 0) if partners is None else partners
         mix = self.draw_mix(images.device) if mix is None else mix
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2

@@ -165,8 +165,11 @@ class MINR(nn.Module):
         return x[:, -W.shape[1]:]                                      # (B, G, D)
 
     def modulate(self, tokens):
-        """Weight tokens (B,G,D) -> the MLP's layers (Sec. 3.2): weights, image-specific (B,a,b) or
-        shared (a,b), and biases (b,)."""
+        """Weight tokens (B,G,D), one modulated layer after the other -> all layers of the MLP
+        (Sec. 3.2): weights, image-specific (B,a,b) or shared (a,b), and biases (b,). to_weights
+        makes a column (a,) of each token. GINR multiplies these g columns by shared weights (g,b);
+        TransINR repeats them, 0 ... g-1, 0 ... g-1, as factors of shared ones (item 3). At last all
+        columns of weights get norm 1 (item 5)."""
         parts = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
         for i, (W, bias) in enumerate(zip(self.weights, self.biases)):

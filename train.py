@@ -626,7 +626,8 @@ def make_optimizer(args, groups):
 
 
 def learning_rate(t, args):
-    """The rate at epoch t, say 3.7: a linear warm-up, then constant or half a cosine to min_lr."""
+    """The rate at epoch t, say 3.7: a linear warm-up from 0 to lr in warmup_epochs, if there are
+    any, then the schedule until epochs: constant, or half a cosine from lr to min_lr."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":

@@ -53,7 +53,8 @@ def grid_of(img_size, patch_size, **_):
 
 
 def patchify(images, patch_size):
-    """Images (B,C,H,W) -> patches (B,L,p*q*C) in raster order; channel fastest."""
+    """Images (B,C,H,W) -> patches (B,L,p*q*C) in raster order, also within a patch; channel
+    fastest. patch_size is an int or (H, W)."""
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     if H % p or W % q:
@@ -103,7 +104,8 @@ def denormalize(images, model):
 def sincos_pos_embed(dim, grid):
     """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); the first, the class
     token's, is zero. The first half of the channels has the column, the second the row, each
-    [sin | cos] of dim/4 frequencies. InputError unless dim is a multiple of 4."""
+    [sin | cos] of n = dim/4 frequencies 10000 ** -(i/n), i from 0. InputError unless dim is a
+    multiple of 4."""
     if dim % 4:
         raise InputError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     h, w = grid
@@ -162,8 +164,8 @@ def mask_noise(kind, B, grid, device=None, generator=None):
 
 
 def masking(noise, mask_ratio):
-    """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest are visible -> ids_keep (B,K) and
-    ids_mask (B,L-K) in the order of the noise, and mask (B,L), 1 = hidden."""
+    """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest (visible_count) are visible -> ids_keep
+    (B,K) and ids_mask (B,L-K) in the order of the noise, and mask (B,L), floats, 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
     order = noise.argsort(dim=1, stable=True)              # (B, L) of equal noise in raster order
     ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
@@ -173,7 +175,8 @@ def masking(noise, mask_ratio):
 
 # ---------------------------------------------------------------------------------- the transformer
 class Attention(nn.Module):
-    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim)."""
+    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim). As in released weights, the
+    layer qkv gives q, k and v one after the other, and in each the heads one after the other."""
 
     def __init__(self, dim, heads):
         super().__init__()

@@ -1,0 +1,598 @@
+"""What tests/exercise.py checks: each function of an exercise once more, in plain loops.
+
+A reference takes the arguments of its function and, as `slip`, the name of a usual mistake, which
+it then makes. So the check can tell a student which mistake a wrong result comes from.
+"""
+
+import inspect
+import math
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+
+EXERCISES = {}                                             # {name: what exercise() is given}
+
+
+def exercise(name, section, task, returns, cases, call=None, **slips):
+    """Registers the reference of an exercise.
+
+    returns: names of the axes of what it returns, as "image, patch"; a tuple of these, each with a
+        label, as "mask: image, patch"; [one] for a list of any length
+    cases(module): the arguments that it is called with, a list of tuples
+    call(function, *arguments): what is compared; None: what the function returns
+    slips: {slip: what a student is told who made it}
+    """
+    def register(reference):
+        EXERCISES[name] = SimpleNamespace(
+            section=section, task=task, returns=returns, cases=cases, slips=slips,
+            reference=reference, call=call or (lambda function, *args: function(*args)))
+        return reference
+    return register
+
+
+def build(cls, *sizes, **options):
+    """A module of these sizes or a tiny model, of 2 x 3 patches of which 2 are visible, with random
+    weights, norms included."""
+    names, known = inspect.signature(cls.__init__).parameters, dict(
+        img_size=(4, 6), patch_size=2, dim=8, depth=1, heads=2, mask_ratio=0.6,
+        prediction_ratio=0.6, decoder_dim=12, decoder_depth=1, decoder_heads=2, hidden_dim=6,
+        n_weight_tokens=3, feat2w_depth=1, mlp_depth=4, pe_dim=4, pe_sigma=4.0, ff_dim=4,
+        ff_sigma=4.0, groups=2)
+    config = {} if sizes else {k: v for k, v in known.items() if k in names}
+    model = cls(*sizes, **{**config, **options})
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.3 * torch.randn_like(p)
+    model.said = f"{cls.__name__} {', '.join(f'{k}={v}' for k, v in options.items())}".strip()
+    return model
+
+
+def random_inputs(B=2):
+    """Images (B,3,4,6), noise (B,6), and its ids_keep (B,2) and ids_mask (B,4)."""
+    noise = torch.rand(B, 6)
+    return torch.randn(B, 3, 4, 6), noise, *noise.argsort(dim=1).split([2, 4], dim=1)
+
+
+# ------------------------------------------------------------------------------------------- vit.py
+@exercise(
+    "vit.patchify", "ViT Sec. 3.1; MAE Sec. 3", "images -> patches in raster order",
+    "image, patch, value",
+    lambda vit: [(torch.randn(2, 3, 4, 6), 2), (torch.randn(2, 1, 4, 6), (2, 3))],
+    channels="the channel is the slowest within a patch. It should be the fastest.",
+    columns="patches are in the order of columns. Raster order is row by row.",
+    inside="pixels within a patch are in the order of columns. They should be row by row.",
+    memory="these are neighbours in memory, not in the image. A reshape alone cuts no squares.")
+def patchify(images, patch_size, slip=""):
+    B, C, H, W = images.shape
+    p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
+    pixels, patches = images.tolist(), torch.zeros(B, H // p * (W // q), p * q * C).tolist()
+    for b, c, y, x in product(range(B), range(C), range(H), range(W)):
+        patch = y // p * (W // q) + x // q
+        value = (y % p * q + x % q) * C + c
+        if slip == "channels":
+            value = c * p * q + y % p * q + x % q
+        elif slip == "columns":
+            patch = x // q * (H // p) + y // p
+        elif slip == "inside":
+            value = (x % q * p + y % p) * C + c
+        elif slip == "memory":
+            patch, value = divmod((c * H + y) * W + x, p * q * C)
+        patches[b][patch][value] = pixels[b][c][y][x]
+    return torch.tensor(patches)
+
+
+@exercise(
+    "vit.normalize_patches", "MAE Sec. 3, Reconstruction target", "mean 0, variance 1 in each",
+    ("patches: image, patch, value", "mean: image, patch, column", "std: image, patch, column"),
+    lambda vit: [(torch.stack([torch.randn(3, 4) + 1, torch.full((3, 4), 0.5)]),)],
+    biased="the variance is biased (over N). The docstring says unbiased.",
+    epsilon="a patch of one colour has variance 0. What does the docstring add?",
+    outside="1e-6 is added to the standard deviation. It belongs to the variance.",
+    squared="this is the variance. Which has the unit of the pixels?",
+    image="mean and variance are of a whole image. Each patch has its own.")
+def normalize_patches(patches, slip=""):
+    result, means, stds = torch.empty_like(patches), [], []
+    for b, image in enumerate(patches.tolist()):
+        for i, patch in enumerate(image):
+            values = sum(image, []) if slip == "image" else patch
+            mean = sum(values) / len(values)
+            var = sum((v - mean) ** 2 for v in values) / (len(values) - (slip != "biased"))
+            std = math.sqrt(var + 1e-6)
+            if slip in ("epsilon", "outside"):
+                std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
+            elif slip == "squared":
+                std = var + 1e-6
+            row = [(v - mean) / std if std else math.nan for v in patch]
+            result[b, i] = torch.tensor(row)
+            means.append(mean)
+            stds.append(std)
+    shape = (*patches.shape[:2], 1)
+    return result, torch.tensor(means).view(shape), torch.tensor(stds).view(shape)
+
+
+@exercise(
+    "vit.masking", "MAE Sec. 3, Masking", "rank noise: what is visible, what hidden",
+    ("ids_keep: image, place", "ids_mask: image, place", "mask: image, patch"),
+    lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 15), 0.8)],
+    highest="the highest noise is visible. It should be the lowest.",
+    inverted="the mask is inverted. 1 is hidden, 0 visible.",
+    count="K is another number. It is visible_count(L, mask_ratio), which truncates.",
+    first="all images have the first one's mask. Each has noise of its own.",
+    raster="the ids are in raster order. They should be in the order of the noise.",
+    ranks="these are the patches' ranks. Wanted are the patches, in the order of their ranks.",
+    shuffled="the mask is in the order of the noise. Entry i of it belongs to patch i.")
+def masking(noise, mask_ratio, slip=""):
+    L = noise.shape[1]
+    K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
+    keep, hide, mask = [], [], torch.ones(noise.shape)
+    for b in range(len(noise)):
+        row = noise[0 if slip == "first" else b].tolist()
+        order = sorted(range(L), key=row.__getitem__, reverse=slip == "highest")
+        if slip == "raster":
+            order = sorted(order[:K]) + sorted(order[K:])
+        elif slip == "ranks":
+            order = [order.index(i) for i in range(L)]
+        keep.append(order[:K])
+        hide.append(order[K:])
+        for i in range(K) if slip == "shuffled" else order[:K]:
+            mask[b, i] = 0
+    return torch.tensor(keep), torch.tensor(hide), 1 - mask if slip == "inverted" else mask
+
+
+@exercise(
+    "vit.sincos_pos_embed", "MAE Appendix A.1", "fixed positions of sines and cosines",
+    "batch, token, channel", lambda vit: [(12, (2, 3)), (8, (3, 2)), (6, (2, 2))],
+    rows="the first half of the channels has the row. It should have the column.",
+    cosines="cosines come before sines.",
+    interleaved="sines and cosines alternate. All sines of a half come before its cosines.",
+    endpoint="the frequencies are others. They are 10000 ** -(i / n): i does not reach n.",
+    token="the class token has a position. Its row should be zero.")
+def sincos_pos_embed(dim, grid, slip=""):
+    if dim % 4:
+        raise ValueError("dim is not a multiple of 4")
+    (h, w), n, table = grid, dim // 4, [[0.0] * dim]
+    for y, x in product(range(h), range(w)):
+        row = []
+        for place in (y, x) if slip == "rows" else (x, y):
+            angles = [place / 10000 ** (i / (n - (slip == "endpoint"))) for i in range(n)]
+            parts = [[math.sin(a) for a in angles], [math.cos(a) for a in angles]]
+            if slip == "cosines":
+                parts.reverse()
+            elif slip == "interleaved":
+                parts = zip(*parts)
+            row += [value for part in parts for value in part]
+        table.append(row)
+    if slip == "token":
+        table[0] = table[1]
+    return torch.tensor([table])
+
+
+ATTENTION_SLIPS = dict(
+    scale="the scores are not divided by the root of a head's width.",
+    linear="the scores are divided by a head's width. It should be the root of it.",
+    axis="the softmax is over the queries. The weights of each query should sum to 1.",
+    heads="this is one head, as wide as all.",
+    merge="the heads are put together wrongly: each token has its own part of every head.",
+    proj="the last linear layer, proj, is missing.")
+
+
+def attend(module, q, k, v, slip):
+    """The attention of queries (M,E) to keys and values (N,E), head by head: (M,E)."""
+    heads, results = 1 if slip == "heads" else module.heads, []
+    d = q.shape[1] // heads
+    for start in range(0, heads * d, d):
+        part = slice(start, start + d)
+        scores = q[:, part] @ k[:, part].T                             # (M, N)
+        weights = (scores / {"scale": 1, "linear": d}.get(slip, d ** 0.5)).exp()
+        weights = weights / weights.sum(0 if slip == "axis" else 1, keepdim=True)
+        results.append(weights @ v[:, part])                           # (M, d)
+    merged = torch.stack(results).reshape(q.shape) if slip == "merge" else torch.cat(results, 1)
+    return merged if slip == "proj" else module.proj(merged)
+
+
+@exercise(
+    "vit.Attention.forward", "ViT eq. 5-8", "multi-head self-attention", "image, token, channel",
+    lambda vit: [(build(vit.Attention, 8, 2), torch.randn(2, 5, 8))],
+    order="q, k and v are mixed up. qkv gives q, then k, then v.", **ATTENTION_SLIPS)
+def attention(self, x, slip=""):
+    results = []
+    for tokens in x:
+        q, k, v = self.qkv(tokens).chunk(3, dim=1)                     # (N, D) each
+        q, k = (k, q) if slip == "order" else (q, k)
+        results.append(attend(self, q, k, v, slip))
+    return torch.stack(results)
+
+
+# ------------------------------------------------------------------------------------------- mae.py
+@exercise(
+    "mae.MAE.decoder_input", "MAE Sec. 3, MAE decoder", "visible and mask tokens with positions",
+    "image, token, channel", lambda mae: [(build(mae.MAE), torch.randn(2, 3, 8),
+                                           *random_inputs()[2:])],
+    positions="the positions are left out.",
+    hidden="mask tokens have no positions, so that all are the same.",
+    places="positions are those of the first tokens. Each patch has its own, by its id.",
+    shifted="each patch has the position of the one before it. Row 0 is the class token's.",
+    raster="tokens are in raster order. They should be in noise order, the visible first.")
+def decoder_input(self, z, ids_keep, ids_mask, slip=""):
+    results, K = [], ids_keep.shape[1]
+    for b, ids in enumerate(torch.cat([ids_keep, ids_mask], dim=1).tolist()):
+        rows = {-1: self.decoder_embed(z[b, 0]) + self.decoder_pos_embed[0, 0]}
+        for place, patch in enumerate(ids):
+            token = self.decoder_embed(z[b, 1 + place]) if place < K else self.mask_token[0, 0]
+            row = {"places": 1 + place, "shifted": patch}.get(slip, 1 + patch)
+            if slip != "positions" and not (slip == "hidden" and place >= K):
+                token = token + self.decoder_pos_embed[0, row]
+            rows[patch if slip == "raster" else place] = token
+        results.append(torch.stack([rows[place] for place in sorted(rows)]))
+    return torch.stack(results)
+
+
+LOSS_SLIPS = dict(
+    all="the loss covers all patches. It should cover the hidden ones alone.",
+    visible="the loss covers the visible patches. It should cover the hidden ones.",
+    sum="this is a sum. It should be the mean.",
+    absolute="these are absolute errors. They should be squared.",
+    pixels="norm_pix_loss is ignored, or means the opposite.",
+    order="predictions are compared with other patches' pixels. They are in noise order.",
+    exchanged="noise is the wrong way round: ids_mask are encoded and ids_keep predicted.")
+
+
+def mean_error(model, images, z, ids_keep, ids_mask, slip):
+    """The mean squared error of the hidden patches of images, as predicted from z."""
+    ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
+    pred = model.decode(z, ids_keep, ids_mask, ids.shape[1])           # (B, L, p*p*C)
+    patches = patchify(images, model.encoder.patch_size)
+    if model.norm_pix_loss != (slip == "pixels"):
+        patches = normalize_patches(patches)[0]
+    part = {"all": slice(None), "visible": slice(0, K)}.get(slip, slice(K, None))
+    for b in range(len(ids)):
+        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
+        for prediction, i in zip(pred[b, part], patch_ids):
+            error = prediction - patches[b, i]
+            errors.append(error.abs() if slip == "absolute" else error ** 2)
+    total = torch.stack(errors).sum()
+    return total if slip == "sum" else total / (len(errors) * pred.shape[2])
+
+
+def call_forward(forward, model, images, noise, *more):
+    """What forward returns or, without noise, whether its mask is another one in each call."""
+    if noise is not None:
+        return forward(model, images, noise, *more)
+    loss = forward(model, images, noise, *more)[0]
+    others = any(forward(model, images, noise, *more)[0] != loss for _ in range(9))
+    return {"without noise, each call has another mask": others}
+
+
+def loss_cases(mae):
+    images, noise, *_ = random_inputs()
+    return [(build(mae.MAE, norm_pix_loss=False), images, noise),
+            (build(mae.MAE, norm_pix_loss=True), images, noise), (build(mae.MAE), images, None)]
+
+
+@exercise(
+    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
+    ("loss: ", "metrics"), loss_cases, call_forward, **LOSS_SLIPS)
+def mae_forward(self, images, noise=None, slip=""):
+    noise = torch.rand(len(images), 6) if noise is None else noise
+    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
+    if slip == "exchanged":
+        ids_keep, ids_mask = ids_mask, ids_keep
+    loss = mean_error(self, images, self.encode(images, ids_keep), ids_keep, ids_mask, slip)
+    return loss, {"loss": loss.detach()}
+
+
+# -------------------------------------------------------------------------------------- crossmae.py
+@exercise(
+    "crossmae.CrossAttention.forward", "CrossMAE Sec. 3.2", "queries read another sequence",
+    "image, query, channel",
+    lambda crossmae: [(build(crossmae.CrossAttention, 8, c, 2), torch.randn(2, 3, 8),
+                       torch.randn(2, 4, c)) for c in (8, 6)],
+    order="keys and values are exchanged. kv gives k, then v.",
+    own="keys and values are made of x. They should be made of y.", **ATTENTION_SLIPS)
+def cross_attention(self, x, y, slip=""):
+    results = []
+    for queries, context in zip(x, x if slip == "own" else y):
+        k, v = self.kv(context).chunk(2, dim=1)                        # (1+K, E) each
+        k, v = (v, k) if slip == "order" else (k, v)
+        results.append(attend(self, self.q(queries), k, v, slip))
+    return torch.stack(results)
+
+
+def map_cases(crossmae):
+    images, _, ids_keep, _ = random_inputs()
+    return [(build(crossmae.CrossMAE, depth=2, decoder_depth=3, **options), images, ids_keep)
+            for options in ({}, dict(feature_maps="last"), dict(feature_maps=(1,)),
+                            dict(include_input=False, softmax_weights=True),
+                            dict(project_maps=True))]
+
+
+@exercise(
+    "crossmae.CrossMAE.encode", "CrossMAE Sec. 3.4, eq. 1", "inter-block attention",
+    ["decoder block: image, token, channel"], map_cases,
+    shared="one row of weights is used for all decoder blocks. Each has its own.",
+    norms="the mixes are not normalised. Each decoder block has a norm (A.3).",
+    first="all mixes have one norm. Each decoder block has its own.",
+    last="only the last map is read.",
+    reversed="the weights meet the maps in the wrong order.",
+    logits="softmax_weights is ignored: map_weights() takes care of it.",
+    axis="the softmax is over decoder blocks. It should be over the maps.",
+    projection="project_maps is ignored.")
+def crossmae_encode(self, images, ids_keep, slip=""):
+    maps, results = self.encoder.layers(self.encoder.embed(images, ids_keep)), []
+    if not hasattr(self, "wfm"):                           # feature_maps "last"
+        return [self.encoder.norm(maps[-1]) for _ in self.decoder_blocks]
+    W, ids = self.wfm["linear"].weight, self.map_ids
+    if self.softmax_weights and slip != "logits":
+        W = W.exp() / W.exp().sum(0 if slip == "axis" else 1, keepdim=True)
+    for k, norm in enumerate(self.dec_norms):
+        t = 0
+        for j, i in enumerate(ids):
+            f = self.map_proj[j](maps[i]) if self.map_proj and slip != "projection" else maps[i]
+            w = W[0 if slip == "shared" else k, -1 - j if slip == "reversed" else j]
+            t = t + w * f
+        t, norm = maps[-1] if slip == "last" else t, self.dec_norms[0] if slip == "first" else norm
+        results.append(t if slip == "norms" else norm(t))
+    return results
+
+
+# -------------------------------------------------------------------------------------- hypermae.py
+def coordinates(*shape):
+    return torch.randint(-8, 9, (*shape, 2)) / 8           # exact in every precision
+
+
+@exercise(
+    "hypermae.fourier_features", "HyperMAE Algorithm 1, item 5", "cosines and sines of coordinates",
+    "image, coordinate, feature",
+    lambda hypermae: [(coordinates(3), 6, 8.0), (coordinates(2, 3), 6, 8.0),
+                      (coordinates(3).bfloat16(), 4, 64.0)],
+    sines="sines come before cosines.",
+    pi="pi is missing.",
+    double="the phase is 2 pi f x. The docstring says pi f x.",
+    linear="the frequencies have equal differences. They should have equal ratios.",
+    open="the last frequency should be sigma itself.",
+    mixed="row and column alternate. All frequencies of the row come first.",
+    column="the column comes before the row.")
+def fourier_features(coords, dim, sigma, slip=""):
+    n, rows = dim // 2, []
+    for row, column in coords.reshape(-1, 2).tolist():
+        phases = []
+        for x, k in product((column, row) if slip == "column" else (row, column), range(n)):
+            f = sigma ** (k / (n if slip == "open" else n - 1))
+            f = 1 + (sigma - 1) * k / (n - 1) if slip == "linear" else f
+            phases.append({"pi": 1, "double": 2 * math.pi}.get(slip, math.pi) * f * x)
+        if slip == "mixed":
+            phases = [phases[half + k] for k in range(n) for half in (0, n)]
+        halves = [[math.cos(a) for a in phases], [math.sin(a) for a in phases]]
+        rows.append(halves[1] + halves[0] if slip == "sines" else halves[0] + halves[1])
+    return torch.tensor(rows).view(*coords.shape[:-1], 2 * dim)
+
+
+def paco_cases(hypermae):
+    models = [build(hypermae.HyperMAE, **options) for options in (
+        {}, dict(modulated_layer=2), dict(modulated_layer=0), dict(relu_around_m=True),
+        dict(relu_around_m=True, modulated_layer=0))]
+    return [(model, coordinates(*shape), torch.randn(2, len(model.T), 6))
+            for model, shape in zip(models, [(2, 3), (3,), (2, 3), (3,), (2, 3)])]
+
+
+@exercise(
+    "hypermae.HyperMAE.decode", "HyperMAE Sec. 2.2, Algorithm 1", "the modulated MLP",
+    "image, coordinate, value", paco_cases,
+    around="there is a ReLU beside M. That is for relu_around_m alone.",
+    ignored="relu_around_m is ignored.",
+    linear="there is no ReLU.",
+    final="there is a ReLU after the last layer.",
+    bias="out_bias is not added.",
+    transposed="M is transposed.")
+def paco_mlp(self, coords, M, slip=""):
+    depth, mod, results = len(self.paco_mlp) + 1, self.modulated_layer, []
+    around = slip == "around" or self.relu_around_m and slip != "ignored"
+    for own, places in zip(M, coords.expand(len(M), -1, -1)):
+        rows = []
+        for z in fourier_features(places, self.pe_dim, self.pe_sigma):
+            for i in range(depth):
+                if i == mod:
+                    z = own @ z if slip == "transposed" and len(own) == len(own.T) else z @ own
+                else:
+                    z = self.paco_mlp[i if i < mod else i - 1](z)
+                relu = slip == "final" if i == depth - 1 else around or mod not in (i, i + 1)
+                if relu and slip != "linear":
+                    z = torch.stack([max(v, 0 * v) for v in z])
+            rows.append(z if slip == "bias" else z + self.out_bias)
+        results.append(torch.stack(rows))
+    return torch.stack(results)
+
+
+# ------------------------------------------------------------------------------------------ minr.py
+def modulate_cases(minr):
+    models = [build(minr.MINR, **options) for options in (
+        {}, dict(modulated_layers=(0, 2)),
+        dict(hypernetwork="transinr", groups=3, modulated_layers=(0, 1, 3)))]
+    return [(model, torch.randn(2, len(model.weight_tokens), 8)) for model in models]
+
+
+@exercise(
+    "minr.MINR.modulate", "MINR Sec. 3.2; GINR; TransINR", "weight tokens -> an MLP's layers",
+    ["layer", ("weights: image, input, output", "bias: output")], modulate_cases,
+    norm="columns should have norm 1.",
+    shared="columns of shared layers should have norm 1, too.",
+    rows="rows have norm 1. It should be columns, one for each output.",
+    early="predicted columns have norm 1. The product should have.",
+    repeat="predicted columns repeat as 0 0 1 1. It should be 0 1 0 1.",
+    tokens="a layer reads another layer's tokens.")
+def modulate(self, tokens, slip=""):
+    def unit(W):                                           # columns of norm 1
+        vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
+        return torch.stack(vectors, dim=0 if slip == "rows" else 1)
+    layers, start = [], 0
+    for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
+        if i not in self.groups:
+            layers.append((shared if slip in ("norm", "shared") else unit(shared), bias))
+            continue
+        g, (a, b), images = self.groups[i], shared.shape, []
+        for mine in tokens[:, 0 if slip == "tokens" else start:][:, :g]:
+            own = torch.stack([self.to_weights[str(i)](token) for token in mine], dim=1)  # (a, g)
+            own = unit(own) if slip == "early" else own
+            columns = []
+            for j in range(b):
+                if self.hypernetwork == "ginr":
+                    columns.append(sum(own[:, k] * shared[k, j] for k in range(g)))
+                else:
+                    k = j * g // b if slip == "repeat" else j % g
+                    columns.append(own[:, k] * shared[:, j])
+            W = torch.stack(columns, dim=1)                            # (a, b)
+            images.append(W if slip in ("norm", "early") else unit(W))
+        layers.append((torch.stack(images), bias))
+        start += g
+    return layers
+
+
+# ------------------------------------------------------------------------------------------ imae.py
+def mixture_cases(imae):
+    model, images, partners = build(imae.IMAE), torch.randn(3, 3, 3, 3), torch.randn(3, 3, 3, 3)
+    mixes = (torch.tensor([0.3, 0.9, 0.5]), torch.tensor(0.4), 0.3, 0.8)
+    return [*((model, images, partners, mix) for mix in mixes), (model, images, partners[:2], 0.3)]
+
+
+@exercise(
+    "imae.IMAE.mixture", "i-MAE Algorithm 1, item 3", "mix two images, say which is which",
+    ("mixture: image, channel, row, column", ("subordinate: image, channel, row, column",
+                                              "dominant: image, channel, row, column")),
+    mixture_cases,
+    weight="mix is the weight of images, not of partners.",
+    roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
+    never="the first image is always the subordinate one, also where its weight is the larger.",
+    half="at exactly 0.5 the first image is the subordinate one (item 3).",
+    axis="mix is applied along another axis. It has one weight for each image.")
+def imae_mixture(self, images, partners, mix, slip=""):
+    if images.shape != partners.shape:
+        raise ValueError("shapes differ")
+    weights, mixed, small, large = torch.as_tensor(mix).expand(len(images)), [], [], []
+    for x, y, a in zip(images, partners, weights):
+        first = a < 0.5 if slip == "half" else a <= 0.5 or slip == "never"
+        first = not first if slip == "roles" else first
+        small.append(x if first else y)
+        large.append(y if first else x)
+        a = {"weight": 1 - a, "axis": weights}.get(slip, a)
+        mixed.append(a * x + (1 - a) * y)
+    return torch.stack(mixed), (torch.stack(small), torch.stack(large))
+
+
+def imae_cases(imae):
+    (images, noise, *_), partners, mix = random_inputs(3), torch.randn(3, 3, 4, 6), torch.rand(3)
+    teacher = dict(teacher=dict(dim=8, depth=1, heads=2))
+    return [(build(imae.IMAE, **options), images, *more) for options, *more in (
+        (teacher, noise, partners, mix), (dict(norm_pix_loss=True), noise, partners, 0.7),
+        (dict(distill_weight=0.5, **teacher), noise, partners, 0.3),
+        (dict(branches=1, **teacher), noise, partners, 0.3), (dict(mix=0.3), noise, None, None),
+        ({}, None, partners, 0.3))]
+
+
+@exercise(
+    "imae.IMAE.forward", "i-MAE Algorithm 1", "the loss of two branches, with distillation",
+    ("loss: ", "metrics"), imae_cases, call_forward,
+    mean="the branches' losses are averaged. They should be added (item 4).",
+    targets="the branches have each other's image.",
+    mixture="the target is the mixture. Each branch has an image of its own.",
+    teacher="the teacher sees the mixture. It should see the images unmixed (item 1).",
+    same="both branches have one teacher's latent. Each image has its own.",
+    weight="distill_weight is ignored.",
+    partners="without partners, an image's is the one before it in the batch.", **LOSS_SLIPS)
+def imae_forward(self, images, noise=None, partners=None, mix=None, slip=""):
+    noise = torch.rand(len(images), 6) if noise is None else noise
+    if partners is None:
+        before = 0 if slip == "partners" else 1
+        partners = torch.stack([images[b - before] for b in range(len(images))])
+    mixed, xs = imae_mixture(self, images, partners, self.mix if mix is None else mix)
+    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
+    if slip == "exchanged":
+        ids_keep, ids_mask = ids_mask, ids_keep
+    recon, distill = [], torch.tensor(0.0)
+    for i, z in enumerate(self.encode(mixed, ids_keep)):
+        target = mixed if slip == "mixture" else xs[1 - i if slip == "targets" else i]
+        recon.append(mean_error(self, target, z, ids_keep, ids_mask, slip))
+        if self.distill_weight > 0:
+            seen = mixed if slip == "teacher" else xs[0 if slip == "same" else i]
+            distill = distill + ((z - self.teach(seen, ids_keep)) ** 2).sum() / z.numel()
+    loss = sum(recon) / (len(recon) if slip == "mean" else 1)
+    loss = loss + (1 if slip == "weight" else self.distill_weight) * distill
+    metrics = dict(loss=loss, distill=distill, **dict(zip(("subordinate", "dominant"), recon)))
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+# ------------------------------------------------------------------------- train.py and finetune.py
+def rate_cases(train):
+    said = dict(lr=0.3, min_lr=0.1, warmup_epochs=2, epochs=10, schedule="cosine")
+    return [(t, SimpleNamespace(**{**said, **other})) for other in (
+        {}, dict(warmup_epochs=0), dict(schedule="constant")) for t in (0, 0.5, 2, 3.7, 6, 10)]
+
+
+@exercise(
+    "train.learning_rate", "MAE Table 8", "a warm-up, then half a cosine", "", rate_cases,
+    whole="the cosine counts from epoch 0. It begins where the warm-up ends.",
+    floor="the rate should end at min_lr.",
+    added="min_lr is added everywhere. The highest rate should be lr.",
+    period="this is a whole cosine, which ends where it began.",
+    step="the rate should change within an epoch, too.",
+    constant="the schedule is ignored.")
+def learning_rate(t, args, slip=""):
+    t = int(t) if slip == "step" else t
+    if t < args.warmup_epochs:
+        return args.lr * t / args.warmup_epochs
+    if args.schedule == "constant" and slip != "constant":
+        return args.lr
+    start = 0 if slip == "whole" else args.warmup_epochs
+    half = math.pi * (t - start) / (args.epochs - start) / (1 if slip == "period" else 2)
+    falls, rises = math.cos(half) ** 2, math.sin(half) ** 2
+    return falls * args.lr + {"floor": 0, "added": 1}.get(slip, rises) * args.min_lr
+
+
+def by_parameter(function, model, *args):
+    """The groups as {parameter: {weight_decay, lr_scale}}, as their order means nothing."""
+    names, found = {id(p): name for name, p in model.named_parameters()}, {}
+    for group in function(model, *args):
+        for p in group["params"]:
+            if names[id(p)] in found:
+                raise RuntimeError(f"{names[id(p)]} is in two groups")
+            found[names[id(p)]] = {key: group[key] for key in ("weight_decay", "lr_scale")}
+    return found
+
+
+@exercise(
+    "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower rates for lower layers", "",
+    lambda finetune: [(build(finetune.Classifier, depth=2, **options), 0.05, 0.5)
+                      for options in ({}, dict(pool="token"), dict(probe=True))], by_parameter,
+    shifted="the exponents are off by one. The rate of the head is scaled by 1.",
+    reversed="the head has the lowest rate. It should be the embedding.",
+    embedding="the embedding has the rate of block 0. It is a layer of its own.",
+    everything="all parameters decay. In training only what has two axes or more does.",
+    biases="biases or norms decay. In training only what has two axes or more does.",
+    tokens="the class token or the positions decay.",
+    frozen="parameters that are not trained are in the groups.")
+def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
+    groups, encoder = [], model.encoder
+    layers = [[encoder.cls_token, encoder.pos_embed, *encoder.patch_embed.parameters()]]
+    layers += [list(block.parameters()) for block in encoder.blocks]
+    below = {id(p) for layer in layers for p in layer}
+    layers.append([p for p in model.parameters() if id(p) not in below])
+    for i, layer in enumerate(layers):
+        steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
+        steps -= slip == "embedding" and i == 0
+        for p in layer:
+            decays = p.ndim > 1 or slip in ("biases", "everything")
+            if p is encoder.cls_token or p is encoder.pos_embed:
+                decays = slip in ("tokens", "everything")
+            if p.requires_grad or slip == "frozen":
+                groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
+                                   lr_scale=math.prod([layer_decay] * steps)))
+    return groups
+
+
+EXERCISES = {name: EXERCISES[name] for name in (           # from easy to hard
+    "vit.patchify", "train.learning_rate", "vit.normalize_patches", "vit.masking",
+    "imae.IMAE.mixture", "hypermae.fourier_features", "vit.sincos_pos_embed",
+    "mae.MAE.decoder_input", "mae.MAE.forward", "vit.Attention.forward",
+    "crossmae.CrossAttention.forward", "crossmae.CrossMAE.encode", "finetune.layer_decay_groups",
+    "hypermae.HyperMAE.decode", "minr.MINR.modulate", "imae.IMAE.forward")}
