@@ -1,6 +1,9 @@
 """The README: its Python runs, its links lead somewhere, its commands run in their order."""
 
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import vit
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-LOOP, MODELS, FORWARD, TIMM = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+LOOP, MODELS, CLASSIFIER, FORWARD, TIMM = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_python(pretrain, folder, monkeypatch):
@@ -21,7 +24,11 @@ def test_python(pretrain, folder, monkeypatch):
         64, (3, 32, 32), transform=transform))
     exec(LOOP, names := {"vit": vit})
     exec(MODELS + FORWARD, names)
-    finetune.main(["--checkpoint", "encoder.pth", "--data", str(folder), "--mode", "knn"])
+    words = ["--checkpoint", "encoder.pth", "--data", str(folder), "--img_size", "32"]
+    finetune.main([*words, "--mode", "knn"])
+    finetune.main([*words, "--epochs", "0", "--name", "mae_shapes_finetune"])
+    exec(CLASSIFIER, names)
+    assert names["classes"].shape == (8,)
 
     class SimMIM(train.MAE):
         small, forward = {}, names["forward"]
@@ -31,6 +38,29 @@ def test_python(pretrain, folder, monkeypatch):
             self.head = torch.nn.Linear(16, 48)
     monkeypatch.setitem(train.METHODS, "simmim", SimMIM)
     assert pretrain("--method", "simmim", name="simmim", own=[])["history"][-1]["loss"] > 0
+
+
+FORK = """
+import importlib, sys, torch
+for name, cls in [line.split() for line in sys.argv[1:]]:
+    sys.path.insert(0, name)
+    model = getattr(importlib.import_module(name), cls)(32, 8, dim=16, depth=2, heads=2)
+    model(torch.rand(2, 3, 32, 32))[0].backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    print(name)
+"""
+
+
+def test_a_method_needs_its_file_and_vit_alone(tmp_path):
+    """Two files in a folder of their own: it imports and trains a step."""
+    for name in train.METHODS:
+        (tmp_path / name).mkdir()
+        for file in ("vit.py", f"{name}.py"):
+            shutil.copy(ROOT / file, tmp_path / name)
+    words = [f"{name} {cls.__name__}" for name, cls in train.METHODS.items()]
+    done = subprocess.run([sys.executable, "-c", FORK, *words], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.stdout.split() == [*train.METHODS], done.stderr
 
 
 def test_timm(tmp_path, monkeypatch):
@@ -55,9 +85,10 @@ def test_commands_and_links(monkeypatch):
             runs.add(args.name or f"{args.method}_{(args.data or 'shapes').split('/')[-1]}")
     assert len(runs) == len(re.findall(r"train\.py", shell)) - len(re.findall("--eval ", shell))
     assert {*re.findall(r"--[\w-]+", " ".join(re.findall(r"`(--[^`]*)`", TEXT)))} <= flags
-    titles = [t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)]
-    assert titles == re.findall(r"\(#(.*?)\)", TEXT)[:len(titles)]         # the contents
-    assert all((ROOT / (a or b)).is_file() for a, b in re.findall(r'src="(.*?)"|`(\S+\.py)`', TEXT))
+    titles = {t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)}
+    assert {"read", "run", "compare", "teach", "fork"} <= {*re.findall(r"\(#(.*?)\)", TEXT)} <= titles
+    files = re.findall(r'src="(.*?)"|`(\S+\.py)`|\((tests/\S+)\)', TEXT)
+    assert all((ROOT / (a or b or c)).is_file() for a, b, c in files)
 
 
 def test_the_papers_tables_as_flags(monkeypatch):

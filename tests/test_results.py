@@ -104,6 +104,9 @@ def test_printed_results_are_up_to_date():
     text = tables.report((ROOT / "tests/results.jsonl").read_text().splitlines())
     assert (ROOT / "tests/RESULTS.md").read_text() == text, (
         "python -m tests.results --table > tests/RESULTS.md")
+    short = tables.summary((ROOT / "tests/results.jsonl").read_text().splitlines())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- results -->\n{short}<!-- /results -->" in readme, f"put into the README:\n{short}"
 
 
 @pytest.mark.parametrize("differences, verdict", [
