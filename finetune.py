@@ -266,9 +266,12 @@ def finetune(args):
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-    return fit(args, model, groups, train, val, make_inputs,
-               partial(evaluate, partial(classify, model), val, args, img_size),
-               method="classifier", config=config)
+    row = fit(args, model, groups, train, val, make_inputs,
+              partial(evaluate, partial(classify, model), val, args, img_size),
+              method="classifier", config=config)
+    print(f"next    python finetune.py --mode eval --checkpoint "
+          f"{Path(args.runs, args.name, 'last.pt')}")
+    return row
 
 
 def main(argv=None):

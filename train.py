@@ -292,8 +292,8 @@ def list_folder(root):
             try:
                 found = torchvision.datasets.ImageFolder(root / part, is_valid_file=is_image)
             except FileNotFoundError as error:
-                raise InputError(f"--data {root}: sort the images of {part}/ into a folder for "
-                                 f"each class ({' '.join(str(error).split())})") from None
+                raise InputError(f"--data {root}: {part}/ needs a folder of images for each class "
+                                 f"({' '.join(str(error).split())})") from None
             parts.append(([file for file, _ in found.samples], found.targets, found.classes))
         different = sorted({*parts[0][2]} ^ {*parts[1][2]})
         if different:
@@ -600,7 +600,8 @@ def resume(last, model, optimizer, scaler, content, args):
         if was.get(name) != now.get(name):
             before = flags.get(name) or was.get(name)      # for --teacher its file
             raise InputError(f"{last} cannot be resumed: {name} was {before}, is {now.get(name)}. "
-                             f"Give the same flags as before, or another --name")
+                             f"Give the same flags as before (--data {flags.get('data')}), or "
+                             f"another --name")
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
@@ -801,6 +802,9 @@ def describe(args, model, train, val):
           f"{p}x{q} px\nmodel   {type(model).__name__}: {size:.2f} M parameters, {args.world} x "
           f"{args.device}, {args.dtype}\ntrain   {args.epochs} epochs ({args.warmup_epochs:g} of "
           f"warm-up) of {steps} steps of {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
+    if h * w > 1024:
+        print(f"note    {h * w} patches an image are slow: a smaller --img_size or, without --init, "
+              f"a larger --patch_size")
     if 0 < args.epochs * steps < 500:
         print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, "
               f"more --epochs or, in train.py, --init")
@@ -870,6 +874,9 @@ def compare(args):
         args.batch_size = args.batch_size or content["flags"]["batch_size"]
         if opened_size != model.encoder.img_size:
             train, val, opened_size = open_data(args.data, model.encoder.img_size, args)
+        if rows and model.encoder.grid != grid:
+            print(f"note    {path} has other patches than the one before: PSNR does not compare")
+        grid = model.encoder.grid
         for mask in masks:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
@@ -968,7 +975,7 @@ def run_cli(parser, work, argv):
     def interrupt(*_):
         """Exit at once: an exception would be lost while a DataLoader ends. Workers are silent."""
         if os.getpid() == parent:
-            os.write(2, b"\nInterrupted. With --resume, training continues from last.pt.\n")
+            os.write(2, b"\nInterrupted. --resume continues from last.pt, if an epoch is saved.\n")
         os._exit(130)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -1017,7 +1024,8 @@ def main(argv=None):
     parser.set_defaults(eval_images=1000, eval_every=1, pairs=hasattr(cls, "pairs"),
                         own_draws=False)
     option = parser.add_argument_group("pretraining").add_argument
-    option("--init", metavar="FILE", help="start from the encoder of a checkpoint")
+    option("--init", metavar="FILE", help="start from the encoder of a checkpoint, of its size and "
+           "patch size, and from its decoder if that is the same")
     option("--mask", choices=("random", "grid", "block"), default="random",
            help="pattern of the hidden patches: random, grid or block (random)", metavar="NAME")
     if hasattr(cls, "pairs"):
