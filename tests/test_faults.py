@@ -55,7 +55,7 @@ train | --decoder_depth -1 --data shapes       | --decoder_depth ; -1
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; two
 train | --data no_val                          | no_val has train/, but no val/
-train | --data flat_val                        | val/ needs a folder of images into a folder for each
+train | --data flat_val                        | val/ needs a folder of images for each class
 train | --data differ                          | only one of train/ and val/ has the class b
 train | --device warp                          | --device ; 'warp'
 train | --init nothing.pt                      | there is no checkpoint nothing.pt
