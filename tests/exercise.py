@@ -162,8 +162,14 @@ def compare(name, function, args):
     """Raises Different unless the function does what the reference does with these arguments."""
     item, expected, yours, error = EXERCISES[name], None, None, None
     clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
+
+    def answered(*args):
+        result = function(*args)
+        if result is None:
+            raise Different("it returns nothing: is there a return?")
+        return result
     try:
-        yours = item.call(function, *clones)
+        yours = item.call(answered, *clones)
     except NotImplementedError:
         raise
     except Exception as raised:
@@ -190,6 +196,14 @@ def compare(name, function, args):
                     text += f"\n  Hint: {hint}"
                     break
         raise Different(text)
+    if "metrics" in item.returns and isinstance(yours, (list, tuple)):
+        for key, value in yours[1].items():
+            if not torch.is_tensor(value):
+                raise Different(f"metrics {key} is a Python number: expected a tensor, "
+                                f"{key}.detach()")
+            if value.requires_grad:
+                raise Different(f"metrics {key} has a gradient: return the metric detached: "
+                                f"{key}.detach()")
     if isinstance(args[0], torch.nn.Module):
         text = difference(*(training_effects(result, item.returns, args[0])
                             for result in (expected, yours)), "")

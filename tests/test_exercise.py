@@ -43,7 +43,7 @@ return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""
         ("for i in range(h) for j in range(w)", "for j in range(w) for i in range(h)", "by row"),
         ("squares =", "return images.reshape(len(images), h * w, -1)\nsquares =", "neighbours"),
         ("dim=1", "dim=0", "expected shape (2, 6, 12), yours (6, 2, 12)"),
-        ("return", "result =", "expected shape (2, 6, 12), yours None"),
+        ("return", "result =", "it returns nothing: is there a return?"),
         ("squares =", "images.add_(1)\nsquares =", "images has been changed"),
         ("(patch_size, patch_size)", "patch_size", "TypeError"),
         ("squares =", "images = images.double()\nsquares =", "")]),
@@ -175,7 +175,18 @@ return loss, {"loss": loss.detach()}""", [
          "(1 - mask).gather(1, ids)).sum() / (1 - mask).sum()", "covers the visible"),
         ("(error * mask.gather(1, ids)).sum() / mask.sum()", "((pred - target) ** 2)[:, 2:].sum()",
          "this is a sum"),
-        ("mask.gather(1, ids)", "mask", "loss: expected"),
+        ("mask.gather(1, ids)", "mask", "the mask is in raster order"),
+        ("images, ids, self.norm_pix_loss)\nerror = ((pred - target) ** 2).mean(dim=2)\n"
+         "loss = (error * mask.gather(1, ids))",
+         "images, torch.arange(L).expand_as(ids), self.norm_pix_loss)\n"
+         "error = ((pred - target) ** 2).mean(dim=2)\nloss = (error * mask)",
+         "mask and target are in raster order"),
+        ("(error * mask.gather(1, ids)).sum() / mask.sum()", "(error * mask.gather(1, ids)).mean()",
+         "number of all patches"),
+        (".mean(dim=2)", ".sum(dim=2)", "errors of a patch are summed"),
+        ("mask(images, noise, ", "mask(images, None, ", "noise is ignored"),
+        ("self.encode(images, ids_keep)", "self.encode(images, ids)[:, :1 + ids_keep.shape[1]]",
+         "all patches are encoded"),
         ("((pred - target) ** 2)", "(pred - target).abs()", "absolute"),
         ("self.norm_pix_loss", "False", "norm_pix_loss is ignored"),
         ("ids = torch.cat([ids_keep, ids_mask]", "ids = torch.cat([ids_keep, ids_mask.sort()[0]]",
@@ -183,7 +194,9 @@ return loss, {"loss": loss.detach()}""", [
         ("ids_keep, ids_mask, mask = self.encoder.mask(images, noise",
          "ids_mask, ids_keep, mask = self.encoder.mask(images, noise", "loss: expected"),
         ("torch.rand(len(images), L)", "torch.arange(L).expand(len(images), L)", "another mask"),
-        ('{"loss": loss.detach()}', '{"loss": loss}', "metrics loss has a gradient: expected F"),
+        ('{"loss": loss.detach()}', '{"loss": loss}', "return the metric detached: loss.detach()"),
+        ('{"loss": loss.detach()}', '{"loss": loss.item()}',
+         "metrics loss is a Python number: expected a tensor, loss.detach()"),
         ("return loss,", "return loss.detach(),", "  loss has a gradient: expected True"),
         ("pred - target", "pred.detach() - target", "gradient: expected True"),
         ('return loss, {"loss": loss.detach()}', "return loss", "yours number"),
@@ -288,6 +301,8 @@ return layers""", [
         ("columns.pop(0)", "columns.pop()", "expected"),
         ("return layers", "return [W for W, bias in layers]", "expected shape"),
         ("dim=2) * W", "dim=2) + W", "expected"),
+        ("dim=2) * W", "dim=2) + 0 * W", "They should be factors"),
+        ("self.to_weights[str(i)](columns", "self.to_weights[str(i)][1](columns", "LayerNorm"),
         ("W = torch.einsum", "own = own.double()\n            W = W.double()\n            "
          "W = torch.einsum", "")]),
     "imae.IMAE.forward": ("""
@@ -308,6 +323,8 @@ for name, z, x in zip(("subordinate", "dominant"), zs, xs):
 loss = sum(parts.values()) + self.distill_weight * distill
 parts.update(loss=loss, distill=distill)
 return loss, {name: part.detach() for name, part in parts.items()}""", [
+        ("part.detach()", "part.item()", "is a Python number"),
+        ("part.detach()", "part", "return the metric detached"),
         ("sum(parts.values())", "sum(parts.values()) / len(parts)", "averaged"),
         ("zs, xs)", "zs, xs[::-1])", "expected"),
         ("targets(x,", "targets(mixture,", "target is the mixture"),
