@@ -239,15 +239,39 @@ def check(name):
 
 
 # ------------------------------------------------------------------------------ taking bodies out
+def file_of(name):
+    return f"{name.split('.')[0]}.py"
+
+
+def find_body(text, name):
+    """The syntax tree of the function `name` in the text of its file, and the number of lines up to
+    its body, which comes after the docstring. LookupError if the text has no such function."""
+    node = ast.parse(text)
+    for part in name.split(".")[1:]:
+        found = [child for child in node.body if getattr(child, "name", None) == part]
+        if not found:
+            raise LookupError(name)
+        node = found[0]
+    return node, node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+
+
+def split_bodies(text, file):
+    """The bodies of all exercises in the text of a file, {name: lines}, and all other lines."""
+    lines, bodies, inside = text.splitlines(), {}, set()
+    for name in EXERCISES:
+        if file_of(name) == file:
+            node, start = find_body(text, name)
+            bodies[name] = lines[start:node.end_lineno]
+            inside.update(range(start, node.end_lineno))
+    return bodies, [line for i, line in enumerate(lines) if i not in inside]
+
+
 def take_out(folder, name, message):
     """Takes the body of the function `name` out of its file in `folder` -> the function's line.
     Signature, docstring and the comments that name an equation, a section or an item stay."""
-    path = folder / f"{name.split('.')[0]}.py"
+    path = folder / file_of(name)
     text = path.read_bytes().decode("utf-8")
-    node = ast.parse(text)
-    for part in name.split(".")[1:]:
-        node = next(child for child in node.body if getattr(child, "name", None) == part)
-    start = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+    node, start = find_body(text, name)
     body = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         inside = start < token.start[0] <= node.end_lineno
@@ -261,19 +285,37 @@ def take_out(folder, name, message):
     return node.lineno
 
 
-def refusal(file):
-    """Why git could not bring this file back as it is, in one line; "" if it could."""
-    def git(*words):
-        return subprocess.run(["git", *words, file], cwd=ROOT, capture_output=True, text=True)
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8")
+
+
+def refusal(name):
+    """Why the body of this exercise must not be taken out, in one line: it is out already, or git
+    could not bring it back as it is; "" if it may be."""
+    file, instead = file_of(name), f"python -m tests.exercise --handout FOLDER {name}"
+    text = (ROOT / file).read_bytes().decode("utf-8")
+    with contextlib.suppress(SyntaxError, LookupError):
+        node, start = find_body(text, name)
+        code = [line for line in text.splitlines()[start:node.end_lineno]
+                if line.strip() and line.strip()[0] != "#"]
+        if len(code) == 1 and f'raise NotImplementedError("exercise: {name}' in code[0]:
+            return (f"{name} is already taken out: write it in {file}, line {node.lineno}, "
+                    f"then --check {name}")
     try:
-        if git("ls-files", "--error-unmatch").returncode:
-            return f"git does not know {file} and could not bring it back: use --handout"
-        if git("status", "--porcelain").stdout:
-            return (f"{file} has changes that are not committed. To keep them: git commit {file} "
-                    f"or git stash push {file}. To drop them: git checkout {file}")
+        if git("ls-files", "--error-unmatch", file).returncode:
+            return f"git does not know {file} and could not bring it back: {instead}"
+        if not git("status", "--porcelain", file).stdout:
+            return ""
     except FileNotFoundError:
-        return f"there is no git to bring {file} back: use --handout"
-    return ""
+        return f"there is no git to bring {file} back: {instead}"
+    with contextlib.suppress(SyntaxError, LookupError):
+        bodies, others = split_bodies(text, file)
+        committed, committed_others = split_bodies(git("show", f"HEAD:./{file}").stdout, file)
+        if others == committed_others and bodies[name] == committed[name]:
+            return ""                                      # only other exercises have changed
+    return (f"{file} has changes that are not committed. Several in one file: name them together. "
+            f"To keep yours: git commit -m mine {file} (git checkout then gives back yours, not "
+            f"the original) or git stash push {file}. To drop them: git checkout HEAD -- {file}")
 
 
 def task(name):
@@ -283,14 +325,14 @@ def task(name):
 
 def empty(names):
     """Takes the bodies of these exercises out of the working tree. "", or why it must not."""
-    files = sorted({f"{name.split('.')[0]}.py" for name in names})
-    for file in files:
-        if refusal(file):
-            return refusal(file)
     for name in names:
-        print(f"{name.split('.')[0]}.py, line {take_out(ROOT, name, name)}: {name}. {task(name)}")
+        if refusal(name):
+            return refusal(name)
+    for name in names:
+        print(f"{file_of(name)}, line {take_out(ROOT, name, name)}: {name}. {task(name)}")
+    files = sorted({file_of(name) for name in names})
     print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
-          f"Get it back:  git checkout {' '.join(files)}\n"
+          f"Get it back:  git checkout HEAD -- {' '.join(files)}\n"
           f"              (or git stash push {' '.join(files)}, which keeps what you wrote)")
     return ""
 
@@ -318,7 +360,7 @@ def handout(folder, names):
             "All tasks: `python -m tests.exercise --check " + " ".join(names) + "`"]
     for i, name in enumerate(names, 1):
         line, twin = take_out(folder, name, name), TWINS.get(name)
-        page += [f"## {i}. `{name}`", f"{task(name)} In `{name.split('.')[0]}.py`, line {line}.",
+        page += [f"## {i}. `{name}`", f"{task(name)} In `{file_of(name)}`, line {line}.",
                  f"Check: `python -m tests.exercise --check {name}`"]
         if twin:
             take_out(folder, twin, f"{twin} (with lines of {name})")

@@ -397,18 +397,38 @@ def test_a_body_is_taken_out_and_comes_back(repository, tmp_path, capsys, refuse
     assert main(["mae.MAE.forward", "vit.Attention.forward"]) == 0
     out, after = capsys.readouterr().out, (tmp_path / "mae.py").read_text(encoding="utf-8")
     assert "--check mae.MAE.forward vit.Attention.forward" in out
-    assert "git checkout mae.py vit.py" in out
+    assert "git checkout HEAD -- mae.py vit.py" in out
     assert '    raise NotImplementedError("exercise: mae.MAE.forward")\n\n    @torch' in after
     assert "the mean squared error of the hidden patches" in after
     assert "# Sec. 3: hidden patches only" in after and "pred.float() - target" not in after
-    refused(main, ["mae.MAE.decoder_input"], "mae.py has changes", "git stash push mae.py")
-    repository("checkout", "mae.py", "vit.py")
+    refused(main, ["mae.MAE.forward"], "mae.MAE.forward is already taken out: write it in mae.py, "
+            "line ", ", then --check mae.MAE.forward")
+    repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert (tmp_path / "mae.py").read_bytes() == before
     repository("rm", "--cached", "mae.py")
     refused(main, ["mae.MAE.forward"], "git does not know mae.py")
     shutil.rmtree(tmp_path / ".git")
     refused(main, ["vit.patchify"], "git does not know vit.py")
     assert (tmp_path / "mae.py").read_bytes() == before
+
+
+def test_a_body_is_only_taken_out_if_git_has_it(repository, tmp_path, refused):
+    path = tmp_path / "mae.py"
+    before = path.read_text(encoding="utf-8")
+    assert main(["mae.MAE.forward"]) == 0
+    taken = 'raise NotImplementedError("exercise: mae.MAE.forward")'
+    written = path.read_text(encoding="utf-8").replace(taken, f"x = 1  # of eq. 1\n        {taken}")
+    path.write_text(written, encoding="utf-8")
+    refused(main, ["mae.MAE.forward"], "mae.py has changes", "To keep yours: git commit -m mine",
+            "To drop them: git checkout HEAD -- mae.py")
+    repository("add", "mae.py")
+    assert main(["mae.MAE.decoder_input"]) == 0            # another one, which git has
+    assert "x = 1  # of eq. 1" in path.read_text(encoding="utf-8")
+    for changed in (before + "x = 1\n", before.replace("def decoder_input", "def other"),
+                    before.replace("def forward(self, images,", "def forward(self, images")):
+        path.write_text(changed, encoding="utf-8")
+        refused(main, ["mae.MAE.forward"], "mae.py has changes", "name them together")
+        assert path.read_text(encoding="utf-8") == changed
 
 
 def test_handout(tmp_path, refused):
