@@ -29,7 +29,10 @@ from pathlib import Path
 
 import torch
 
-from tests.references import EXERCISES
+try:
+    from tests.references import EXERCISES
+except ModuleNotFoundError:                                # python tests/exercise.py
+    sys.exit("run it from the project's folder: python -m tests.exercise")
 
 ROOT = Path(__file__).resolve().parent.parent
 TWINS = {  # another function that holds the solution of the first
@@ -245,25 +248,20 @@ def file_of(name):
 
 def find_body(text, name):
     """The syntax tree of the function `name` in the text of its file, and the number of lines up to
-    its body, which comes after the docstring. LookupError if the text has no such function."""
+    its body, which comes after the docstring."""
     node = ast.parse(text)
     for part in name.split(".")[1:]:
-        found = [child for child in node.body if getattr(child, "name", None) == part]
-        if not found:
-            raise LookupError(name)
-        node = found[0]
+        node = next(child for child in node.body if getattr(child, "name", None) == part)
     return node, node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
 
 
-def split_bodies(text, file):
-    """The bodies of all exercises in the text of a file, {name: lines}, and all other lines."""
-    lines, bodies, inside = text.splitlines(), {}, set()
-    for name in EXERCISES:
-        if file_of(name) == file:
-            node, start = find_body(text, name)
-            bodies[name] = lines[start:node.end_lineno]
-            inside.update(range(start, node.end_lineno))
-    return bodies, [line for i, line in enumerate(lines) if i not in inside]
+def without_bodies(text, names):
+    """The lines of a file's text that are not in the bodies of these functions."""
+    inside = set()
+    for name in names:
+        node, start = find_body(text, name)
+        inside.update(range(start, node.end_lineno))
+    return [line for i, line in enumerate(text.splitlines()) if i not in inside]
 
 
 def take_out(folder, name, message):
@@ -276,7 +274,9 @@ def take_out(folder, name, message):
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         inside = start < token.start[0] <= node.end_lineno
         if inside and token.type == tokenize.COMMENT and re.search(SOURCES, token.string):
-            body.append(re.sub("the same[,:] ", "", token.string))
+            comment = re.sub("the same[,:] ", "", token.string)
+            if not re.fullmatch(r"# (Sec\.|Table|Figure) \S+", comment):  # nothing on its own
+                body.append(comment)
     body.append(f'raise NotImplementedError("exercise: {message}")')
     lines = text.splitlines(keepends=True)
     end = lines[0][len(lines[0].rstrip("\r\n")):]          # as the file has it
@@ -292,30 +292,32 @@ def git(*words):
 def refusal(name):
     """Why the body of this exercise must not be taken out, in one line: it is out already, or git
     could not bring it back as it is; "" if it may be."""
-    file, instead = file_of(name), f"python -m tests.exercise --handout FOLDER {name}"
+    file = file_of(name)
     text = (ROOT / file).read_bytes().decode("utf-8")
-    with contextlib.suppress(SyntaxError, LookupError):
-        node, start = find_body(text, name)
-        code = [line for line in text.splitlines()[start:node.end_lineno]
-                if line.strip() and line.strip()[0] != "#"]
-        if len(code) == 1 and f'raise NotImplementedError("exercise: {name}' in code[0]:
+    with contextlib.suppress(SyntaxError, StopIteration):
+        node = find_body(text, name)[0]
+        code = [ast.unparse(part) for part in node.body[1:]]           # without the docstring
+        if len(code) == 1 and code[0].startswith(f"raise NotImplementedError('exercise: {name}"):
             return (f"{name} is already taken out: write it in {file}, line {node.lineno}, "
                     f"then --check {name}")
-    try:
-        if git("ls-files", "--error-unmatch", file).returncode:
-            return f"git does not know {file} and could not bring it back: {instead}"
-        if not git("status", "--porcelain", file).stdout:
+    if not shutil.which("git") or git("ls-files", "--error-unmatch", file).returncode:
+        return (f"git does not know {file} and could not bring it back: "
+                f"python -m tests.exercise --handout FOLDER {name}")
+    with contextlib.suppress(SyntaxError, StopIteration):  # other exercises may have been changed
+        others = [other for other in EXERCISES if file_of(other) == file and other != name]
+        committed = git("show", f"HEAD:./{file}").stdout
+        if without_bodies(text, others) == without_bodies(committed, others):
             return ""
-    except FileNotFoundError:
-        return f"there is no git to bring {file} back: {instead}"
-    with contextlib.suppress(SyntaxError, LookupError):
-        bodies, others = split_bodies(text, file)
-        committed, committed_others = split_bodies(git("show", f"HEAD:./{file}").stdout, file)
-        if others == committed_others and bodies[name] == committed[name]:
-            return ""                                      # only other exercises have changed
     return (f"{file} has changes that are not committed. Several in one file: name them together. "
             f"To keep yours: git commit -m mine {file} (git checkout then gives back yours, not "
             f"the original) or git stash push {file}. To drop them: git checkout HEAD -- {file}")
+
+
+def comparison(name):
+    """How to see the original beside a right solution; "" if git knows of no difference."""
+    words = ["diff", "HEAD", "--", file_of(name)]
+    differs = shutil.which("git") and git(*words).stdout
+    return f"; compare with the original: git {' '.join(words)}" if differs else ""
 
 
 def task(name):
@@ -333,15 +335,17 @@ def empty(names):
     files = sorted({file_of(name) for name in names})
     print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
           f"Get it back:  git checkout HEAD -- {' '.join(files)}\n"
-          f"              (or git stash push {' '.join(files)}, which keeps what you wrote)")
+          f"              (whole files; git stash push {' '.join(files)} keeps what you wrote)")
     return ""
 
 
 def handout(folder, names):
     """Copies the project into `folder` without the bodies of these exercises, with a page of tasks.
     "", or why it must not."""
+    if str(folder) in EXERCISES:
+        return f"--handout FOLDER NAMES: {folder} was read as the folder"
     if not names:
-        return "--handout needs the names of exercises"
+        return "--handout needs the names of exercises: --handout FOLDER NAMES"
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         return f"{folder} exists and is not an empty folder"
     if ROOT / "tests" in [folder.resolve(), *folder.resolve().parents]:
@@ -373,10 +377,11 @@ def handout(folder, names):
 def main(argv=None):
     """The command line. Returns 0 if all is right, 1 if not; 2 where it refuses, in one line."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises; without: a list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises: their bodies "
+                        "are taken out of the files here; without: a list")
     parser.add_argument("--check", action="store_true", help="check them; without NAMEs all")
     parser.add_argument("--handout", type=Path, metavar="FOLDER",
-                        help="copy the project, without their bodies")
+                        help="leave the files here; take the bodies out of a copy in FOLDER")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in EXERCISES:
@@ -387,7 +392,7 @@ def main(argv=None):
     if args.check:
         texts = {name: check(name) for name in names or EXERCISES}
         for name, text in texts.items():
-            text = text or f"{name} is right"
+            text = text or f"{name} is right{comparison(name) if names else ''}"
             print(text if names else re.split(r" \(|\n", text)[0])
         return int(any(texts.values()))
     if args.handout or names:
