@@ -29,7 +29,10 @@ from pathlib import Path
 
 import torch
 
-from tests.references import EXERCISES
+try:
+    from tests.references import EXERCISES
+except ModuleNotFoundError:                                # python tests/exercise.py
+    sys.exit("run it from the project's folder: python -m tests.exercise")
 
 ROOT = Path(__file__).resolve().parent.parent
 TWINS = {  # another function that holds the solution of the first
@@ -162,8 +165,14 @@ def compare(name, function, args):
     """Raises Different unless the function does what the reference does with these arguments."""
     item, expected, yours, error = EXERCISES[name], None, None, None
     clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
+
+    def answered(*args):
+        result = function(*args)
+        if result is None:
+            raise Different("it returns nothing: is there a return?")
+        return result
     try:
-        yours = item.call(function, *clones)
+        yours = item.call(answered, *clones)
     except NotImplementedError:
         raise
     except Exception as raised:
@@ -190,6 +199,14 @@ def compare(name, function, args):
                     text += f"\n  Hint: {hint}"
                     break
         raise Different(text)
+    if "metrics" in item.returns and isinstance(yours, (list, tuple)):
+        for key, value in yours[1].items():
+            if not torch.is_tensor(value):
+                raise Different(f"metrics {key} is a Python number: expected a tensor, "
+                                f"{key}.detach()")
+            if value.requires_grad:
+                raise Different(f"metrics {key} has a gradient: return the metric detached: "
+                                f"{key}.detach()")
     if isinstance(args[0], torch.nn.Module):
         text = difference(*(training_effects(result, item.returns, args[0])
                             for result in (expected, yours)), "")
@@ -225,20 +242,41 @@ def check(name):
 
 
 # ------------------------------------------------------------------------------ taking bodies out
-def take_out(folder, name, message):
-    """Takes the body of the function `name` out of its file in `folder` -> the function's line.
-    Signature, docstring and the comments that name an equation, a section or an item stay."""
-    path = folder / f"{name.split('.')[0]}.py"
-    text = path.read_bytes().decode("utf-8")
+def file_of(name):
+    return f"{name.split('.')[0]}.py"
+
+
+def find_body(text, name):
+    """The syntax tree of the function `name` in the text of its file, and the number of lines up to
+    its body, which comes after the docstring."""
     node = ast.parse(text)
     for part in name.split(".")[1:]:
         node = next(child for child in node.body if getattr(child, "name", None) == part)
-    start = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+    return node, node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+
+
+def without_bodies(text, names):
+    """The lines of a file's text that are not in the bodies of these functions."""
+    inside = set()
+    for name in names:
+        node, start = find_body(text, name)
+        inside.update(range(start, node.end_lineno))
+    return [line for i, line in enumerate(text.splitlines()) if i not in inside]
+
+
+def take_out(folder, name, message):
+    """Takes the body of the function `name` out of its file in `folder` -> the function's line.
+    Signature, docstring and the comments that name an equation, a section or an item stay."""
+    path = folder / file_of(name)
+    text = path.read_bytes().decode("utf-8")
+    node, start = find_body(text, name)
     body = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         inside = start < token.start[0] <= node.end_lineno
         if inside and token.type == tokenize.COMMENT and re.search(SOURCES, token.string):
-            body.append(re.sub("the same[,:] ", "", token.string))
+            comment = re.sub("the same[,:] ", "", token.string)
+            if not re.fullmatch(r"# (Sec\.|Table|Figure) \S+", comment):  # nothing on its own
+                body.append(comment)
     body.append(f'raise NotImplementedError("exercise: {message}")')
     lines = text.splitlines(keepends=True)
     end = lines[0][len(lines[0].rstrip("\r\n")):]          # as the file has it
@@ -247,19 +285,39 @@ def take_out(folder, name, message):
     return node.lineno
 
 
-def refusal(file):
-    """Why git could not bring this file back as it is, in one line; "" if it could."""
-    def git(*words):
-        return subprocess.run(["git", *words, file], cwd=ROOT, capture_output=True, text=True)
-    try:
-        if git("ls-files", "--error-unmatch").returncode:
-            return f"git does not know {file} and could not bring it back: use --handout"
-        if git("status", "--porcelain").stdout:
-            return (f"{file} has changes that are not committed. To keep them: git commit {file} "
-                    f"or git stash push {file}. To drop them: git checkout {file}")
-    except FileNotFoundError:
-        return f"there is no git to bring {file} back: use --handout"
-    return ""
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8")
+
+
+def refusal(name):
+    """Why the body of this exercise must not be taken out, in one line: it is out already, or git
+    could not bring it back as it is; "" if it may be."""
+    file = file_of(name)
+    text = (ROOT / file).read_bytes().decode("utf-8")
+    with contextlib.suppress(SyntaxError, StopIteration):
+        node = find_body(text, name)[0]
+        code = [ast.unparse(part) for part in node.body[1:]]           # without the docstring
+        if len(code) == 1 and code[0].startswith(f"raise NotImplementedError('exercise: {name}"):
+            return (f"{name} is already taken out: write it in {file}, line {node.lineno}, "
+                    f"then --check {name}")
+    if not shutil.which("git") or git("ls-files", "--error-unmatch", file).returncode:
+        return (f"git does not know {file} and could not bring it back: "
+                f"python -m tests.exercise --handout FOLDER {name}")
+    with contextlib.suppress(SyntaxError, StopIteration):  # other exercises may have been changed
+        others = [other for other in EXERCISES if file_of(other) == file and other != name]
+        committed = git("show", f"HEAD:./{file}").stdout
+        if without_bodies(text, others) == without_bodies(committed, others):
+            return ""
+    return (f"{file} has changes that are not committed. Several in one file: name them together. "
+            f"To keep yours: git commit -m mine {file} (git checkout then gives back yours, not "
+            f"the original) or git stash push {file}. To drop them: git checkout HEAD -- {file}")
+
+
+def comparison(name):
+    """How to see the original beside a right solution; "" if git knows of no difference."""
+    words = ["diff", "HEAD", "--", file_of(name)]
+    differs = shutil.which("git") and git(*words).stdout
+    return f"; compare with the original: git {' '.join(words)}" if differs else ""
 
 
 def task(name):
@@ -269,23 +327,25 @@ def task(name):
 
 def empty(names):
     """Takes the bodies of these exercises out of the working tree. "", or why it must not."""
-    files = sorted({f"{name.split('.')[0]}.py" for name in names})
-    for file in files:
-        if refusal(file):
-            return refusal(file)
     for name in names:
-        print(f"{name.split('.')[0]}.py, line {take_out(ROOT, name, name)}: {name}. {task(name)}")
+        if refusal(name):
+            return refusal(name)
+    for name in names:
+        print(f"{file_of(name)}, line {take_out(ROOT, name, name)}: {name}. {task(name)}")
+    files = sorted({file_of(name) for name in names})
     print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
-          f"Get it back:  git checkout {' '.join(files)}\n"
-          f"              (or git stash push {' '.join(files)}, which keeps what you wrote)")
+          f"Get it back:  git checkout HEAD -- {' '.join(files)}\n"
+          f"              (whole files; git stash push {' '.join(files)} keeps what you wrote)")
     return ""
 
 
 def handout(folder, names):
     """Copies the project into `folder` without the bodies of these exercises, with a page of tasks.
     "", or why it must not."""
+    if str(folder) in EXERCISES:
+        return f"--handout FOLDER NAMES: {folder} was read as the folder"
     if not names:
-        return "--handout needs the names of exercises"
+        return "--handout needs the names of exercises: --handout FOLDER NAMES"
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         return f"{folder} exists and is not an empty folder"
     if ROOT / "tests" in [folder.resolve(), *folder.resolve().parents]:
@@ -304,7 +364,7 @@ def handout(folder, names):
             "All tasks: `python -m tests.exercise --check " + " ".join(names) + "`"]
     for i, name in enumerate(names, 1):
         line, twin = take_out(folder, name, name), TWINS.get(name)
-        page += [f"## {i}. `{name}`", f"{task(name)} In `{name.split('.')[0]}.py`, line {line}.",
+        page += [f"## {i}. `{name}`", f"{task(name)} In `{file_of(name)}`, line {line}.",
                  f"Check: `python -m tests.exercise --check {name}`"]
         if twin:
             take_out(folder, twin, f"{twin} (with lines of {name})")
@@ -317,10 +377,11 @@ def handout(folder, names):
 def main(argv=None):
     """The command line. Returns 0 if all is right, 1 if not; 2 where it refuses, in one line."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises; without: a list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises: their bodies "
+                        "are taken out of the files here; without: a list")
     parser.add_argument("--check", action="store_true", help="check them; without NAMEs all")
     parser.add_argument("--handout", type=Path, metavar="FOLDER",
-                        help="copy the project, without their bodies")
+                        help="leave the files here; take the bodies out of a copy in FOLDER")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in EXERCISES:
@@ -331,7 +392,7 @@ def main(argv=None):
     if args.check:
         texts = {name: check(name) for name in names or EXERCISES}
         for name, text in texts.items():
-            text = text or f"{name} is right"
+            text = text or f"{name} is right{comparison(name) if names else ''}"
             print(text if names else re.split(r" \(|\n", text)[0])
         return int(any(texts.values()))
     if args.handout or names:

@@ -233,9 +233,14 @@ LOSS_SLIPS = dict(
     all="the loss covers all patches. It should cover the hidden ones alone.",
     visible="the loss covers the visible patches. It should cover the hidden ones.",
     sum="this is a sum. It should be the mean.",
+    values="the errors of a patch are summed. They should be averaged, too.",
+    divided="the sum is divided by the number of all patches. It should be that of hidden ones.",
     absolute="these are absolute errors. They should be squared.",
     pixels="norm_pix_loss is ignored, or means the opposite.",
     order="predictions are compared with other patches' pixels. They are in noise order.",
+    mask="the mask is in raster order, but what it is applied to is in noise order.",
+    raster="mask and target are in raster order, but the predictions are in noise order.",
+    ignored="noise is ignored: the mask is drawn anew.",
     exchanged="noise is the wrong way round: ids_mask are encoded and ids_keep predicted.")
 
 
@@ -248,17 +253,21 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
         patches = normalize_patches(patches)[0]
     part = {"all": slice(None), "visible": slice(0, K)}.get(slip, slice(K, None))
     for b in range(len(ids)):
-        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
+        part = ids_mask[b] if slip in ("mask", "raster") else part
+        patch_ids = ids_mask[b] if slip == "raster" else ids[b, part]
+        patch_ids = patch_ids.sort().values if slip == "order" else patch_ids
         for prediction, i in zip(pred[b, part], patch_ids):
             error = prediction - patches[b, i]
             errors.append(error.abs() if slip == "absolute" else error ** 2)
-    total = torch.stack(errors).sum()
-    return total if slip == "sum" else total / (len(errors) * pred.shape[2])
+    patches = ids.numel() if slip == "divided" else len(errors)
+    return torch.stack(errors).sum() / {"sum": 1, "values": patches}.get(
+        slip, patches * pred.shape[2])
 
 
 def call_forward(forward, model, images, noise, *more):
     """What forward returns or, without noise, whether its mask is another one in each call."""
     if noise is not None:
+        torch.manual_seed(1)                               # for what forward may draw nevertheless
         return forward(model, images, noise, *more)
     loss = forward(model, images, noise, *more)[0]
     others = any(forward(model, images, noise, *more)[0] != loss for _ in range(9))
@@ -273,13 +282,17 @@ def loss_cases(mae):
 
 @exercise(
     "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
-    ("loss: ", "metrics"), loss_cases, call_forward, **LOSS_SLIPS)
+    ("loss: ", "metrics"), loss_cases, call_forward,
+    leak="all patches are encoded, so that the visible ones have seen the hidden ones.",
+    **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
-    noise = torch.rand(len(images), 6) if noise is None else noise
+    noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
     if slip == "exchanged":
         ids_keep, ids_mask = ids_mask, ids_keep
-    loss = mean_error(self, images, self.encode(images, ids_keep), ids_keep, ids_mask, slip)
+    seen = torch.cat([ids_keep, ids_mask], dim=1) if slip == "leak" else ids_keep
+    z = self.encode(images, seen)[:, :1 + ids_keep.shape[1]]
+    loss = mean_error(self, images, z, ids_keep, ids_mask, slip)
     return loss, {"loss": loss.detach()}
 
 
@@ -421,7 +434,9 @@ def modulate_cases(minr):
     rows="rows have norm 1. It should be columns, one for each output.",
     early="predicted columns have norm 1. The product should have.",
     repeat="predicted columns repeat as 0 0 1 1. It should be 0 1 0 1.",
-    tokens="a layer reads another layer's tokens.")
+    tokens="a layer reads another layer's tokens.",
+    factors="predicted columns take the place of shared ones. They should be factors (item 3).",
+    skipped="to_weights begins with a LayerNorm, which is left out.")
 def modulate(self, tokens, slip=""):
     def unit(W):                                           # columns of norm 1
         vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
@@ -432,8 +447,9 @@ def modulate(self, tokens, slip=""):
             layers.append((shared if slip in ("norm", "shared") else unit(shared), bias))
             continue
         g, (a, b), images = self.groups[i], shared.shape, []
+        to_weights = self.to_weights[str(i)][slip == "skipped":]
         for mine in tokens[:, 0 if slip == "tokens" else start:][:, :g]:
-            own = torch.stack([self.to_weights[str(i)](token) for token in mine], dim=1)  # (a, g)
+            own = torch.stack([to_weights(token) for token in mine], dim=1)  # (a, g)
             own = unit(own) if slip == "early" else own
             columns = []
             for j in range(b):
@@ -441,7 +457,7 @@ def modulate(self, tokens, slip=""):
                     columns.append(sum(own[:, k] * shared[k, j] for k in range(g)))
                 else:
                     k = j * g // b if slip == "repeat" else j % g
-                    columns.append(own[:, k] * shared[:, j])
+                    columns.append(own[:, k] * (1 if slip == "factors" else shared[:, j]))
             W = torch.stack(columns, dim=1)                            # (a, b)
             images.append(W if slip in ("norm", "early") else unit(W))
         layers.append((torch.stack(images), bias))
@@ -501,7 +517,7 @@ def imae_cases(imae):
     weight="distill_weight is ignored.",
     partners="without partners, an image's is the one before it in the batch.", **LOSS_SLIPS)
 def imae_forward(self, images, noise=None, partners=None, mix=None, slip=""):
-    noise = torch.rand(len(images), 6) if noise is None else noise
+    noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
     if partners is None:
         before = 0 if slip == "partners" else 1
         partners = torch.stack([images[b - before] for b in range(len(images))])

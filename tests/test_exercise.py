@@ -43,7 +43,7 @@ return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""
         ("for i in range(h) for j in range(w)", "for j in range(w) for i in range(h)", "by row"),
         ("squares =", "return images.reshape(len(images), h * w, -1)\nsquares =", "neighbours"),
         ("dim=1", "dim=0", "expected shape (2, 6, 12), yours (6, 2, 12)"),
-        ("return", "result =", "expected shape (2, 6, 12), yours None"),
+        ("return", "result =", "it returns nothing: is there a return?"),
         ("squares =", "images.add_(1)\nsquares =", "images has been changed"),
         ("(patch_size, patch_size)", "patch_size", "TypeError"),
         ("squares =", "images = images.double()\nsquares =", "")]),
@@ -175,7 +175,18 @@ return loss, {"loss": loss.detach()}""", [
          "(1 - mask).gather(1, ids)).sum() / (1 - mask).sum()", "covers the visible"),
         ("(error * mask.gather(1, ids)).sum() / mask.sum()", "((pred - target) ** 2)[:, 2:].sum()",
          "this is a sum"),
-        ("mask.gather(1, ids)", "mask", "loss: expected"),
+        ("mask.gather(1, ids)", "mask", "the mask is in raster order"),
+        ("images, ids, self.norm_pix_loss)\nerror = ((pred - target) ** 2).mean(dim=2)\n"
+         "loss = (error * mask.gather(1, ids))",
+         "images, torch.arange(L).expand_as(ids), self.norm_pix_loss)\n"
+         "error = ((pred - target) ** 2).mean(dim=2)\nloss = (error * mask)",
+         "mask and target are in raster order"),
+        ("(error * mask.gather(1, ids)).sum() / mask.sum()", "(error * mask.gather(1, ids)).mean()",
+         "number of all patches"),
+        (".mean(dim=2)", ".sum(dim=2)", "errors of a patch are summed"),
+        ("mask(images, noise, ", "mask(images, None, ", "noise is ignored"),
+        ("self.encode(images, ids_keep)", "self.encode(images, ids)[:, :1 + ids_keep.shape[1]]",
+         "all patches are encoded"),
         ("((pred - target) ** 2)", "(pred - target).abs()", "absolute"),
         ("self.norm_pix_loss", "False", "norm_pix_loss is ignored"),
         ("ids = torch.cat([ids_keep, ids_mask]", "ids = torch.cat([ids_keep, ids_mask.sort()[0]]",
@@ -183,7 +194,9 @@ return loss, {"loss": loss.detach()}""", [
         ("ids_keep, ids_mask, mask = self.encoder.mask(images, noise",
          "ids_mask, ids_keep, mask = self.encoder.mask(images, noise", "loss: expected"),
         ("torch.rand(len(images), L)", "torch.arange(L).expand(len(images), L)", "another mask"),
-        ('{"loss": loss.detach()}', '{"loss": loss}', "metrics loss has a gradient: expected F"),
+        ('{"loss": loss.detach()}', '{"loss": loss}', "return the metric detached: loss.detach()"),
+        ('{"loss": loss.detach()}', '{"loss": loss.item()}',
+         "metrics loss is a Python number: expected a tensor, loss.detach()"),
         ("return loss,", "return loss.detach(),", "  loss has a gradient: expected True"),
         ("pred - target", "pred.detach() - target", "gradient: expected True"),
         ('return loss, {"loss": loss.detach()}', "return loss", "yours number"),
@@ -288,6 +301,8 @@ return layers""", [
         ("columns.pop(0)", "columns.pop()", "expected"),
         ("return layers", "return [W for W, bias in layers]", "expected shape"),
         ("dim=2) * W", "dim=2) + W", "expected"),
+        ("dim=2) * W", "dim=2) + 0 * W", "They should be factors"),
+        ("self.to_weights[str(i)](columns", "self.to_weights[str(i)][1](columns", "LayerNorm"),
         ("W = torch.einsum", "own = own.double()\n            W = W.double()\n            "
          "W = torch.einsum", "")]),
     "imae.IMAE.forward": ("""
@@ -308,6 +323,8 @@ for name, z, x in zip(("subordinate", "dominant"), zs, xs):
 loss = sum(parts.values()) + self.distill_weight * distill
 parts.update(loss=loss, distill=distill)
 return loss, {name: part.detach() for name, part in parts.items()}""", [
+        ("part.detach()", "part.item()", "is a Python number"),
+        ("part.detach()", "part", "return the metric detached"),
         ("sum(parts.values())", "sum(parts.values()) / len(parts)", "averaged"),
         ("zs, xs)", "zs, xs[::-1])", "expected"),
         ("targets(x,", "targets(mixture,", "target is the mixture"),
@@ -380,12 +397,13 @@ def test_a_body_is_taken_out_and_comes_back(repository, tmp_path, capsys, refuse
     assert main(["mae.MAE.forward", "vit.Attention.forward"]) == 0
     out, after = capsys.readouterr().out, (tmp_path / "mae.py").read_text(encoding="utf-8")
     assert "--check mae.MAE.forward vit.Attention.forward" in out
-    assert "git checkout mae.py vit.py" in out
+    assert "git checkout HEAD -- mae.py vit.py" in out
     assert '    raise NotImplementedError("exercise: mae.MAE.forward")\n\n    @torch' in after
     assert "the mean squared error of the hidden patches" in after
     assert "# Sec. 3: hidden patches only" in after and "pred.float() - target" not in after
-    refused(main, ["mae.MAE.decoder_input"], "mae.py has changes", "git stash push mae.py")
-    repository("checkout", "mae.py", "vit.py")
+    refused(main, ["mae.MAE.forward"], "mae.MAE.forward is already taken out: write it in mae.py, "
+            "line ", ", then --check mae.MAE.forward")
+    repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert (tmp_path / "mae.py").read_bytes() == before
     repository("rm", "--cached", "mae.py")
     refused(main, ["mae.MAE.forward"], "git does not know mae.py")
@@ -394,11 +412,33 @@ def test_a_body_is_taken_out_and_comes_back(repository, tmp_path, capsys, refuse
     assert (tmp_path / "mae.py").read_bytes() == before
 
 
+def test_a_body_is_only_taken_out_if_git_has_it(repository, tmp_path, refused):
+    path = tmp_path / "mae.py"
+    before = path.read_text(encoding="utf-8")
+    assert main(["mae.MAE.forward"]) == 0
+    taken = 'raise NotImplementedError("exercise: mae.MAE.forward")'
+    written = path.read_text(encoding="utf-8").replace(taken, f"x = 1  # of eq. 1\n        {taken}")
+    path.write_text(written, encoding="utf-8")
+    refused(main, ["mae.MAE.forward"], "mae.py has changes", "To keep yours: git commit -m mine",
+            "To drop them: git checkout HEAD -- mae.py")
+    repository("add", "mae.py")
+    assert exercise.comparison("mae.MAE.forward").endswith("git diff HEAD -- mae.py")
+    assert exercise.comparison("vit.patchify") == ""
+    assert main(["mae.MAE.decoder_input"]) == 0            # another one, which git has
+    assert "x = 1  # of eq. 1" in path.read_text(encoding="utf-8")
+    for changed in (before + "x = 1\n", before.replace("def decoder_input", "def other"),
+                    before.replace("def forward(self, images,", "def forward(self, images")):
+        path.write_text(changed, encoding="utf-8")
+        refused(main, ["mae.MAE.forward"], "mae.py has changes", "name them together")
+        assert path.read_text(encoding="utf-8") == changed
+
+
 def test_handout(tmp_path, refused):
     folder, names = tmp_path / "class", [name for name in EXERCISES if "cross" not in name]
     assert main(["--handout", str(folder), *names]) == 0
     refused(main, ["--handout", folder, "mae.MAE.forward"], "is not an empty folder")
     refused(main, ["--handout", tmp_path / "new"], "needs the names")
+    refused(main, ["--handout", "mae.MAE.forward"], "mae.MAE.forward was read as the folder")
     refused(main, ["--handout", ROOT / "tests/new", "mae.MAE.forward"], "is in the project's tests")
     page = (folder / "TASKS.md").read_text(encoding="utf-8")
     assert all(f"--check {name}`" in page for name in names)
@@ -425,6 +465,6 @@ def test_the_list_and_unknown_names(capsys, refused):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-len(EXERCISES):]] == list(EXERCISES)
     assert main(["--check", "vit.patchify"]) == 0
-    assert capsys.readouterr().out == "vit.patchify is right\n"
+    assert capsys.readouterr().out.startswith("vit.patchify is right")
     refused(main, ["--check", "patchify"], "patchify is not an exercise", "vit.patchify")
     refused(main, ["mae.MAE.foward"], "did you mean mae.MAE.forward")
