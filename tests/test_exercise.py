@@ -176,11 +176,6 @@ return loss, {"loss": loss.detach()}""", [
         ("(error * mask.gather(1, ids)).sum() / mask.sum()", "((pred - target) ** 2)[:, 2:].sum()",
          "this is a sum"),
         ("mask.gather(1, ids)", "mask", "the mask is in raster order"),
-        ("images, ids, self.norm_pix_loss)\nerror = ((pred - target) ** 2).mean(dim=2)\n"
-         "loss = (error * mask.gather(1, ids))",
-         "images, torch.arange(L).expand_as(ids), self.norm_pix_loss)\n"
-         "error = ((pred - target) ** 2).mean(dim=2)\nloss = (error * mask)",
-         "mask and target are in raster order"),
         ("(error * mask.gather(1, ids)).sum() / mask.sum()", "(error * mask.gather(1, ids)).mean()",
          "number of all patches"),
         (".mean(dim=2)", ".sum(dim=2)", "errors of a patch are summed"),
@@ -324,7 +319,6 @@ loss = sum(parts.values()) + self.distill_weight * distill
 parts.update(loss=loss, distill=distill)
 return loss, {name: part.detach() for name, part in parts.items()}""", [
         ("part.detach()", "part.item()", "is a Python number"),
-        ("part.detach()", "part", "return the metric detached"),
         ("sum(parts.values())", "sum(parts.values()) / len(parts)", "averaged"),
         ("zs, xs)", "zs, xs[::-1])", "expected"),
         ("targets(x,", "targets(mixture,", "target is the mixture"),
