@@ -190,8 +190,9 @@ def evaluate_checkpoint(args):
     _, val, img_size = open_data(args.data, config["img_size"], args)
     classes = content.get("classes", val.classes)
     if len(val.classes) != config["classes"] or val.classes != classes:
-        raise InputError(f"{args.checkpoint} knows {config['classes']} classes, --data {args.data} "
-                         f"has {len(val.classes)} or others: {', '.join(val.classes[:3])} ...")
+        names = f": {', '.join(classes[:3])} ..." if "classes" in content else ""
+        raise InputError(f"{args.checkpoint} knows {config['classes']} classes{names}; --data "
+                         f"{args.data} has {len(val.classes)}: {', '.join(val.classes[:3])} ...")
     model = Classifier(**config).to(args.device)
     try:
         model.load_state_dict(state)

@@ -176,6 +176,10 @@ def apply_recipe(args, recipe, small, config, n):
     if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
         recipe = {**recipe, **small}
     recipe = {**SHARED, **recipe}
+    for name in recipe:
+        if not hasattr(args, name):
+            raise TypeError(f"the method's small has {name}, which is not a keyword-only argument "
+                            f"of its constructor: list a parent's arguments again")
     given = [name for name in recipe if getattr(args, name) is not None]
     for name, value in recipe.items():
         if name not in given:
@@ -669,7 +673,7 @@ def train_step(net, optimizer, scaler, inputs, args):
                 raise TypeError(f"forward must return (loss, {{name: value}}), not {output}")
             loss, values = output
             scaler.scale(loss / args.accum).backward()
-        for name, value in {"loss": loss.detach(), **values}.items():
+        for name, value in {**values, "loss": loss.detach()}.items():
             metrics[name] += value / args.accum
     if args.clip_grad:
         scaler.unscale_(optimizer)

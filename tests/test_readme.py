@@ -28,7 +28,7 @@ def test_python(pretrain, folder, monkeypatch):
     finetune.main([*words, "--mode", "knn"])
     finetune.main([*words, "--epochs", "0", "--name", "mae_shapes_finetune"])
     exec(CLASSIFIER, names)
-    assert names["classes"].shape == (8,)
+    assert len(names["classes"]) == 8
 
     class SimMIM(train.MAE):
         small, forward = {}, names["forward"]
