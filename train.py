@@ -807,8 +807,8 @@ def describe(args, model, train, val):
           f"{args.device}, {args.dtype}\ntrain   {args.epochs} epochs ({args.warmup_epochs:g} of "
           f"warm-up) of {steps} steps of {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
     if h * w > 1024:
-        print(f"note    {h * w} patches an image are slow: a smaller --img_size or, without --init, "
-              f"a larger --patch_size")
+        print(f"note    {h * w} patches an image are slow: try a smaller --img_size or, without "
+              f"--init, a larger --patch_size")
     if 0 < args.epochs * steps < 500:
         print(f"note    {args.epochs * steps} steps are few: try a smaller --batch_size, "
               f"more --epochs or, in train.py, --init")

@@ -107,7 +107,7 @@ class Case:
             raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
         cls, own = METHODS[name], {k: getattr(args, k) for k in OWN}
-        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # as train.apply_recipe
+        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:  # see apply_recipe
             own |= {k: v for k, v in cls.small.items() if k in method_arguments(cls)}
         for option in options:
             key, _, value = option.partition("=")
@@ -312,7 +312,7 @@ def main(argv=None):
     option("--steps", type=count, default=20, help="that are measured (20)")
     option("--warmup", type=bounded_number(int, 0), default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
-    option("--jpegs", type=bounded_number(int, 0), default=0, help="write so many into FOLDER before")
+    option("--jpegs", type=bounded_number(int, 0), default=0, help="write so many there before")
     option("--workers", type=bounded_number(int, 0), default=1, help="of the pipeline")
     option("--rounds", type=count, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)

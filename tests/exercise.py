@@ -358,18 +358,26 @@ def handout(folder, names):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(
                 "__pycache__", "test_exercise.py"))
-    page = ["# Tasks", "Each function below lacks its body. Its docstring, the comments that are "
-            "left and the paper say what it has to do. The checks compare with plain loops in "
-            "`tests/references.py`: try without reading them.",
+    page = ["# Tasks", "Each function below lacks its body. Its docstring (or its class's), the "
+            "comments that are left and the paper say what it has to do. The checks compare with "
+            "plain loops in `tests/references.py`: try without reading them. They do not look at "
+            "speed, devices or ties.",
+            "Install: `pip install -r requirements.txt`. Until all is written, `train.py` and "
+            "`pytest` stop with `exercise: NAME`. The README is the whole project's.",
             "All tasks: `python -m tests.exercise --check " + " ".join(names) + "`"]
     for i, name in enumerate(names, 1):
-        line, twin = take_out(folder, name, name), TWINS.get(name)
-        page += [f"## {i}. `{name}`", f"{task(name)} In `{file_of(name)}`, line {line}.",
+        take_out(folder, name, name)
+        twin = TWINS.get(name)
+        page += [f"## {i}. `{name}`", f"{task(name)} In `{file_of(name)}`.",
                  f"Check: `python -m tests.exercise --check {name}`"]
         if twin:
             take_out(folder, twin, f"{twin} (with lines of {name})")
-            page.append(f"`{twin}` has some of these lines: write it, too.")
+            page.append(f"`{twin}` has some of these lines and no check of its own: write it, too.")
+            print(f"also taken out, as it has lines of {name}: {twin}")
     (folder / "TASKS.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    for file in sorted({file_of(name) for name in EXERCISES}):
+        if "NotImplementedError(\"exercise: " in (ROOT / file).read_text(encoding="utf-8"):
+            print(f"note: {file} has a body taken out already, which is missing in the copy, too")
     print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md")
     return ""
 
@@ -387,13 +395,14 @@ def main(argv=None):
         if name not in EXERCISES:
             near = difflib.get_close_matches(name, EXERCISES, 3, 0.4)
             parser.exit(2, f"{name} is not an exercise" + (
-                f"; did you mean {' or '.join(near)}?\n" if near else ": give none for a list\n"))
+                f"; did you mean {' or '.join(near)}?\n" if near else
+                ": without a name there is a list\n"))
     names = [name for name in EXERCISES if name in args.names]
     if args.check:
         texts = {name: check(name) for name in names or EXERCISES}
         for name, text in texts.items():
             text = text or f"{name} is right{comparison(name) if names else ''}"
-            print(text if names else re.split(r" \(|\n", text)[0])
+            print(text if names else re.split(r" \((?!with)|\n", text)[0])
         return int(any(texts.values()))
     if args.handout or names:
         reason = handout(args.handout, names) if args.handout else empty(names)

@@ -85,7 +85,7 @@ def run(command):
         rows = [json.loads(row) for row in rows]
         seconds = sum(row.get("train_s", 0) for row in rows)
         return {**rows[-1], "train_minutes": round(seconds / 60, 2)}
-    rows = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.M)
     if rows:                                               # the table that --eval prints
         names = ("mask_ratio", "psnr_hidden", "psnr_image", "psnr_decoded")
         rows = [{"mask": mask, **dict(zip(names, map(float, row.split())))} for mask, row in rows]

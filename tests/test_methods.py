@@ -56,8 +56,8 @@ OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
           "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
-for name, cls in METHODS.items():                          # a method of one's own: sizes as those of
-    if name not in OPTIONS:                                # the method that it was copied from
+for name, cls in METHODS.items():
+    if name not in OPTIONS:                                # one's own: sizes as of what it copies
         own = method_arguments(cls)
         BASE[name] = {k: v for k, v in cls.small.items() if k in own}
         for other in OPTIONS:
@@ -183,7 +183,8 @@ def test_on_a_gpu_that_is_not_there(name, options):
 def test_a_step_waits_for_nothing(name):
     """On the device of tensors without values."""
     model, inputs = build(name).to("meta"), [x[:2].to("meta") for x in images_and_noise()]
-    args = SimpleNamespace(accum=2, clip_grad=1, world=1, rank=0, own_draws=False, dtype=torch.float32,
+    args = SimpleNamespace(accum=2, clip_grad=1, world=1, rank=0, own_draws=False,
+                           dtype=torch.float32,
                            device=torch.device("cpu"))
     train.train_step(model, torch.optim.AdamW(model.parameters()),
                      torch.amp.GradScaler("cpu", enabled=False), inputs, args)
@@ -292,7 +293,8 @@ def test_loss_is_the_mean_over_hidden_patches(name, options):
     assert torch.allclose(model(images, noise)[0], error.square().mean(), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if "norm_pix_loss" in own_arguments(METHODS[n])])
+@pytest.mark.parametrize("name", [
+    n for n in OPTIONS if "norm_pix_loss" in own_arguments(METHODS[n])])
 def test_leak_free(name):
     """A normalised prediction gets the mean and deviation of the true patch or, leak_free, those of
     all visible pixels."""

@@ -86,7 +86,8 @@ def test_commands_and_links(monkeypatch):
     assert len(runs) == len(re.findall(r"train\.py", shell)) - len(re.findall("--eval ", shell))
     assert {*re.findall(r"--[\w-]+", " ".join(re.findall(r"`(--[^`]*)`", TEXT)))} <= flags
     titles = {t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)}
-    assert {"read", "run", "compare", "teach", "fork"} <= {*re.findall(r"\(#(.*?)\)", TEXT)} <= titles
+    links = {*re.findall(r"\(#(.*?)\)", TEXT)}
+    assert {"read", "run", "compare", "teach", "fork"} <= links <= titles
     files = re.findall(r'src="(.*?)"|`(\S+\.py)`|\((tests/\S+)\)', TEXT)
     assert all((ROOT / (a or b or c)).is_file() for a, b, c in files)
 
