@@ -86,11 +86,6 @@ def loss_of(model, images, noise):
     return model(images, noise, *pairs)[0]
 
 
-def own_arguments(cls):
-    """{name: default} of a constructor's keyword-only arguments."""
-    return cls.__init__.__kwdefaults__ or {}
-
-
 methods = pytest.mark.parametrize("name", METHODS)
 cases = pytest.mark.parametrize("name, options", CASES)
 
@@ -208,7 +203,8 @@ def test_noise(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_argument_is_tested(name):
-    missing = own_arguments(METHODS[name]).keys() - {k for o in SHARED + OPTIONS[name] for k in o}
+    tried = {argument for options in SHARED + OPTIONS[name] for argument in options}
+    missing = method_arguments(METHODS[name]).keys() - tried
     assert not missing, f"OPTIONS[{name!r}] has no values of {missing}"
 
 
@@ -294,7 +290,7 @@ def test_loss_is_the_mean_over_hidden_patches(name, options):
 
 
 @pytest.mark.parametrize("name", [
-    n for n in OPTIONS if "norm_pix_loss" in own_arguments(METHODS[n])])
+    n for n in OPTIONS if "norm_pix_loss" in method_arguments(METHODS[n])])
 def test_leak_free(name):
     """A normalised prediction gets the mean and deviation of the true patch or, leak_free, those of
     all visible pixels."""
