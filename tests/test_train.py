@@ -562,7 +562,9 @@ def eager(*words):
 
 
 @pytest.mark.parametrize("processes, method, more", [
-    (3, "mae", []), *((2, name, more) for name in train.METHODS for more in ([], ["--compile"]))])
+    (3, "mae", []), (2, "mae", ["--compile"]), *((2, name, []) for name in train.METHODS),
+    *(pytest.param(2, name, ["--compile"], marks=pytest.mark.slow)
+      for name in train.METHODS if name != "mae")])
 def test_several_processes_are_one(pretrain, folder, processes, method, more):
     """The same weights after all steps: the same pictures, crops and masks, divided. By SGD: Adam
     makes steps of full size of rounding errors where a gradient is zero, as of a key's bias. A
