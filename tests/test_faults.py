@@ -48,7 +48,7 @@ train | --img_size 0                           | 0 is not a size in pixels, as i
 train | --img_size abc                         | abc is not a size in pixels
 train | --img_size 32,                         | --img_size ; '32,'
 train | --img_size 100001 --patch_size 16 --data shapes | img_size ; 100001 ; patch_size ; 16
-train | --img_size 16 --patch_size 5           | img_size 16x16 is not ; patch_size 5x5 ; 15x15 and 20x20
+train | --img_size 16 --patch_size 5 | img_size 16x16 is not ; patch_size 5x5 ; 15x15 and 20x20
 train | --heads 3                              | width 16 is not a multiple of 3 heads
 train | --decoder_dim 0 --data shapes          | --decoder_dim ; 0
 train | --decoder_depth -1 --data shapes       | --decoder_depth ; -1
@@ -89,7 +89,7 @@ eval  | --mask_ratios 2                        | --mask_ratios ; 2 is not a numb
 tune  | --checkpoint data                      | no checkpoint data
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
 tune  | --data flat                            | --data flat has no labels: give class folders
-tune  | --dim 32                               | runs/mae/last.pt does not fit: ; width 16 ; here width 32
+tune  | --dim 32 | runs/mae/last.pt does not fit: ; width 16 ; here width 32
 tune  | --mask_ratio 0.5                       | --mask_ratio
 tune  | --randaug 99                           | --randaug ; 99 is not a number from 0 to 30
 tune  | --mode eval                            | runs/mae/last.pt has no head to classify with

@@ -195,7 +195,8 @@ def test_initialisation():
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(img_size=182), "img_size 182x182 is not a multiple of patch_size 2x4.* 182x180 and 182x184"),
+    (dict(img_size=182),
+     "img_size 182x182 is not a multiple of patch_size 2x4.* 182x180 and 182x184"),
     (dict(img_size=(8, 13)), "img_size 8x13 is not a multiple of patch_size 2x4.* 8x12 and 8x16")])
 def test_what_does_not_fit(options, words):
     with pytest.raises(ValueError, match=words):
