@@ -114,7 +114,7 @@ class HyperMAE(nn.Module):
         self.modulated_layer, self.relu_around_m = modulated_layer, relu_around_m
         self.shared_blocks, self.out_bias = shared_blocks, out_bias
         self.pe_dim, self.pe_sigma = pe_dim, pe_sigma
-        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        visible_count(self.encoder.num_patches, mask_ratio)            # InputError, unless it fits
         p, q = self.encoder.patch_size
 
         self.weight_tokens = nn.Parameter(torch.empty(n_weight_tokens, dim).normal_(std=0.02))

@@ -95,7 +95,7 @@ class IMAE(nn.Module):
         if distill_weight > 0 and not teacher:
             raise InputError(f"distill_weight {distill_weight} needs a teacher: --teacher FILE")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
-        visible_count(self.encoder.num_patches, mask_ratio)            # or ValueError
+        visible_count(self.encoder.num_patches, mask_ratio)            # InputError, unless it fits
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.beta, self.mix, self.distill_weight = beta, mix, distill_weight
         p, q = self.encoder.patch_size

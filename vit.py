@@ -142,14 +142,15 @@ def visible_count(L, mask_ratio):
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Noise (B,L) for masking(), where the lowest are visible. "random": uniform. "grid": one of
     every four patches, at even rows and columns, is lowest (MAE Figure 6, CrossMAE Table 15).
-    "block": rectangles of 10 to 40% of the image are hidden one after the other, as BEiT's."""
+    "block": rectangles of 10 to 40% of the image, less where its border cuts them, are hidden one
+    after the other, as BEiT's."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                             # rectangles, which cover most images
+        n = 16                                             # rectangles, nearly always enough
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area, aspect = 0.1 + 0.3 * area, 0.3 ** (2 * aspect - 1)       # height / width, to 1/0.3

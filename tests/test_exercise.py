@@ -393,7 +393,7 @@ def test_a_body_is_taken_out_and_comes_back(repository, tmp_path, capsys, refuse
     assert "--check mae.MAE.forward vit.Attention.forward" in out
     assert "git checkout HEAD -- mae.py vit.py" in out
     assert '    raise NotImplementedError("exercise: mae.MAE.forward")\n\n    @torch' in after
-    assert "the mean squared error of the hidden patches" in after
+    assert "error of the hidden patches, a float32 scalar" in after
     assert "# Sec. 3: hidden patches only" in after and "pred.float() - target" not in after
     refused(main, ["mae.MAE.forward"], "mae.MAE.forward is already taken out: write it in mae.py, "
             "line ", ", then --check mae.MAE.forward")
