@@ -183,6 +183,9 @@ def evaluate_checkpoint(args):
     elif content["method"] != "classifier":
         raise InputError(f"{args.checkpoint} has no head to classify with: --mode finetune or "
                          f"linear trains one")
+    for name in ("img_size", "patch_size", "size", "dim", "depth"):
+        if getattr(args, name) not in (None, config.get(name)):
+            raise InputError(f"--mode eval takes {name} from {args.checkpoint}: leave out --{name}")
     args.data = args.data or content["flags"].get("data")
     if args.data is None:
         raise InputError(f"{args.checkpoint} does not name its data: give --data FOLDER")

@@ -61,9 +61,9 @@ SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # what a 
 KINDS = dict(warmup_epochs=float)                                      # 0.5: half an epoch
 CHOICES = dict(optimizer=("adamw", "adam", "sgd"), schedule=("cosine", "constant"))
 LIMITS = {  # the lowest and highest value of a flag; models check their other arguments
-    **dict.fromkeys(("batch_size", "decoder_dim", "decoder_heads"), (1, math.inf)),
+    **dict.fromkeys(("batch_size", "decoder_dim", "decoder_heads", "decoder_depth"), (1, math.inf)),
     **dict.fromkeys(("epochs", "warmup_epochs", "lr", "blr", "min_lr", "weight_decay", "mixup",
-                     "cutmix", "decoder_depth"), (0, math.inf)),
+                     "cutmix"), (0, math.inf)),
     **dict.fromkeys(("crop", "momentum", "mix_ratio", "erasing", "smoothing", "drop_path",
                      "layer_decay", "mask_ratio", "prediction_ratio", "mix"), (0, 1)),
     "randaug": (0, 30)}
@@ -616,7 +616,9 @@ def resume(last, model, optimizer, scaler, content, args):
     scaler.load_state_dict(saved["scaler"] or scaler.state_dict())
     for name, value in vars(args).items():
         unimportant = name in ("resume", "overwrite", "rank", "local_rank", "workers", "runs")
-        if flags.get(name, value) != value and not unimportant:
+        if flags.get(name, value) != value and name in ("init", "checkpoint", "teacher"):
+            print(f"note    {name} stays {flags[name]}: its weights are in {last}")
+        elif flags.get(name, value) != value and not unimportant:
             print(f"note    {name} was {flags[name]}, is {value}")
     print(f"resumed after epoch {saved['epoch']}")
     return saved["history"]
@@ -867,14 +869,17 @@ def compare(args):
     if args.world > 1:
         raise InputError(f"--eval runs in one process, not in {args.world}: python train.py --eval")
     rows, columns, notes, opened_size = [], [], [], None
-    masks = args.masks or [args.mask]
+    masks, data_given = args.masks or [args.mask], args.data is not None
     for path in args.eval:
         content = read(path)
         if content["method"] == "classifier":
             print(f"note    {path} is passed over: finetune.py --mode eval evaluates it")
             continue
         model = load(path).to(args.device)
-        args.data = args.data or content["flags"]["data"]
+        trained_on = content["flags"]["data"]
+        args.data = args.data or trained_on
+        if trained_on != args.data and not data_given:
+            print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         args.batch_size = args.batch_size or content["flags"]["batch_size"]
         if opened_size != model.encoder.img_size:
             train, val, opened_size = open_data(args.data, model.encoder.img_size, args)

@@ -142,13 +142,16 @@ def test_small_pictures_and_encoders(tune, words, wanted):
 
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
-def test_evaluating_a_checkpoint(tune, folder, mode):
+def test_evaluating_a_checkpoint(tune, folder, mode, refused):
     """The same numbers as after training, also with --data of the same classes; no file is new."""
     row, before = tune("--mode", mode, "--lr", "0.01")[1], sorted(Path().rglob("*"))
     for more in ([], ["--data", str(folder)], ["--amp", "bf16"]):
         found = finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *more,
                                "--workers", "0"])
         assert "bf16" in more or found == {name: row[name] for name in ("top1", "top5")}
+    for name, value in (("img_size", "32"), ("patch_size", "8"), ("size", "tiny"), ("dim", "32")):
+        refused(finetune.main, ["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", f"--{name}",
+                                value], f"takes {name} from runs/tuned/last.pt: leave out --{name}")
     assert sorted(Path().rglob("*")) == before
 
 

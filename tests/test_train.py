@@ -802,6 +802,13 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     grid, = train.main([*words[:2], "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75",
                         "--mask", "grid"])
     assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
+    pretrain("--data", "shapes", "--epochs", "0", name="drawn")
+    capsys.readouterr()
+    files = ["runs/mae/last.pt", "runs/drawn/last.pt"]
+    for data, said in (([], 1), (["--data", folder], 0)):  # another set is named, unless asked for
+        train.main([*words[:2], *map(str, data), "--mask_ratios", "0.75", "--eval", *files])
+        note = f"drawn/last.pt was trained on shapes, and is evaluated on {folder}"
+        assert capsys.readouterr().out.count(note) == said
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "none is a checkpoint of train.py")
 
 
