@@ -64,6 +64,7 @@ LABELS = ("1%", "10%", "100%")
 CLASSES = ("20-NN", "linear", *LABELS)
 HIDDEN, DECODED = "own random 0.75 hidden", "own random 0.75 decoded"
 ELSEWHERE = "other random 0.75 decoded"
+SHORT = {HIDDEN: "PSNR hidden", DECODED: "PSNR decoded", ELSEWHERE: "PSNR decoded, shapes"}
 ROBUST = ("fall from 0.5 to 0.75", "fall from 0.75 to 0.9", "change under grid",
           "change under block")
 MASKS = (("random", 0.5), ("random", 0.75), ("random", 0.9), ("grid", 0.75), ("block", 0.75))
@@ -318,18 +319,24 @@ def commands(encoders, column):
     return ", ".join(f"`{part}`" for part in words)
 
 
+def compared(setup, first, second, columns):
+    """For each column of a claim: A's column, B's column (or number), and {seed: A - B}."""
+    for column in columns:
+        a, b = (column, column) if isinstance(column, str) else column
+        above, below = (setup.numbers.get(key, {}) for key in ((first, a), (second, b)))
+        if not isinstance(b, str):
+            below = dict.fromkeys(above, b)                # a number
+        differences = {seed: above[seed] - below[seed] for seed in above if seed in below}
+        yield a, b, differences
+
+
 def claims(setup, method):
     """A row for each column of each claim of a method."""
     rows = []
     for claim, paper, first, second, columns in CLAIMS[method]:
-        for column in columns:
-            a, b = (column, column) if isinstance(column, str) else column
-            above, below = (setup.numbers.get(key, {}) for key in ((first, a), (second, b)))
-            if not isinstance(b, str):
-                below = dict.fromkeys(above, b)            # a number
-            differences = {seed: above[seed] - below[seed] for seed in above if seed in below}
+        what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
+        for a, b, differences in compared(setup, first, second, columns):
             places = digits(a) + 1
-            what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
             where = describe(setup, a) if a == b else f"{describe(setup, a)} above {b}"
             rows.append([claim, what, where, paper,
                          ", ".join(f"{d:+.{places}f}" for d in differences.values()),
@@ -341,13 +348,14 @@ def claims(setup, method):
 
 
 def hours(setup):
-    """Time of training by seed, of the lines that have it."""
-    seeds = []
-    for seed in sorted({record["seed"] for record in setup.records}):
-        times = [record["numbers"]["train_minutes"] for record in setup.records
-                 if record["seed"] == seed and "train_minutes" in record["numbers"]]
-        if times:
-            seeds.append(f"seed {seed}, {sum(times) / 60:.1f} hours in {len(times)} commands")
+    """Hours of pretraining by seed. (Of fine-tuning a line has the time of validated epochs only.)
+    """
+    times = {}
+    for (_, column), numbers in setup.numbers.items():
+        for seed, minutes in numbers.items() if column == "minutes" else ():
+            times.setdefault(seed, []).append(minutes)
+    seeds = [f"seed {seed}, {sum(minutes) / 60:.1f} hours for {len(minutes)} encoders"
+             for seed, minutes in sorted(times.items())]
     return f"{setup.title}: {'; '.join(seeds) or 'none did'}"
 
 
@@ -372,10 +380,28 @@ def summary(lines):
     return markdown(["encoder", "PSNR, hidden / decoded", "20-NN", *LABELS, "minutes"], rows)
 
 
+def verdicts(lines):
+    """The README's claims, without numbers: a row for each claim and pair of encoders of the first
+    setup, in whose cells are the columns with that verdict."""
+    setup, rows = read_setups(lines)[0], []
+    heads = ["holds", "fails", "cannot be told", "not three seeds yet"]
+    for method, entries in CLAIMS.items():
+        for claim, _, first, second, columns in entries:
+            found = {head: [] for head in heads}
+            for a, _, differences in compared(setup, first, second, columns):
+                words = SHORT.get(a, a.removeprefix("mix ").removeprefix("block sum "))
+                found.get(verdict(differences), found[heads[-1]]).append(words)
+            what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
+            rows.append([f"{method}: {claim}", what, *(", ".join(found[head]) for head in heads)])
+    if not any(row[-1] for row in rows):                   # all seeds are there
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    return markdown(["claim", "A above B", *heads], rows)
+
+
 def report(lines):
     """All of it, of the lines of a results.jsonl, as one text."""
     setups = read_setups(lines)
-    parts = [INTRO, "**Time of training**, of the commands that recorded it. "
+    parts = [INTRO, "**Time of pretraining**, of the commands that recorded it. "
              + ". ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
     for setup in setups:
         parts += [f"## {setup.title}\n", classification(setup), psnr(setup, "own"),

@@ -101,12 +101,13 @@ def test_commands_in_the_file():
 
 
 def test_printed_results_are_up_to_date():
-    text = tables.report((ROOT / "tests/results.jsonl").read_text().splitlines())
+    lines = (ROOT / "tests/results.jsonl").read_text().splitlines()
+    text = tables.report(lines)
     assert (ROOT / "tests/RESULTS.md").read_text() == text, (
         "python -m tests.results --table > tests/RESULTS.md")
-    short = tables.summary((ROOT / "tests/results.jsonl").read_text().splitlines())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- results -->\n{short}<!-- /results -->" in readme, f"put into the README:\n{short}"
+    for mark, table in ("results", tables.summary(lines)), ("claims", tables.verdicts(lines)):
+        assert f"<!-- {mark} -->\n{table}<!-- /{mark} -->" in readme, f"put there:\n{table}"
 
 
 @pytest.mark.parametrize("differences, verdict", [
@@ -137,7 +138,10 @@ def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
     file = [line("mae", "1% (18 epochs)", 0, commit="f00d", top1=0)]
     file += [line("mae", "1% (18 epochs)", seed, top1=40 + seed) for seed in (2, 0, 1)]
     file += [line("scratch", "1% (18 epochs)", seed, top1=30 + 1.1 * seed) for seed in range(3)]
-    text = tables.report(file)
+    text, short = tables.report(file), tables.verdicts(file)
+    assert ("| MAE: pretraining helps | MAE above from scratch | 1% |  |  | 10%, 100% |\n"
+            "| MAE: pretraining helps | MAE above untrained |  |  |  | 1%, 10%, 100% |") in short
+    assert "| holds | fails | cannot be told | not three seeds yet |\n" in short
     assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | ours | +10.00, +9.90, "
             "+9.80 | +9.90 ± 0.10 | holds |") in text
     assert "| MAE |  |  | 41.0 ± 1.0 |  |  |  |" in text and "f00d" not in text
