@@ -14,9 +14,9 @@ turn. Above them, the attention that torch takes for the first one. The columns:
     TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits
     time, memory     an image and in all, over the first row's of that image size
 
-With --data, a folder of pictures, two rows instead: what the project's input pipeline and
+With --data, a folder of images, two rows instead: what the project's input pipeline and
 torchvision's ImageFolder with the same transforms, of PIL, decode in img/s a worker, in turn; then
-an epoch of each method, to see what share of it is spent waiting for pictures.
+an epoch of each method, to see what share of it is spent waiting for images.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def make_jpegs(folder, n, size=(500, 375), seed=0):
         file.parent.mkdir(parents=True, exist_ok=True)
         layers = [np.asarray(Image.fromarray(rng.integers(0, 256, (k * 3, k * 4, 3), "uint8"))
                              .resize(size, Image.BICUBIC), "float32") - 128 for k in scales]
-        picture = 128 + sum(layer / k ** 0.5 for layer, k in zip(layers, scales))
-        Image.fromarray(picture.clip(0, 255).astype("uint8")).save(file, quality=90)
+        image = 128 + sum(layer / k ** 0.5 for layer, k in zip(layers, scales))
+        Image.fromarray(image.clip(0, 255).astype("uint8")).save(file, quality=90)
 
 
 def count_flops(function):
@@ -213,7 +213,7 @@ def measure(cases, steps, warmup):
 
 
 class AnyFolder(torchvision.datasets.ImageFolder):
-    """ImageFolder of all pictures in a folder, as of one class."""
+    """ImageFolder of all images in a folder, as of one class."""
 
     def find_classes(self, directory):
         return [""], {"": 0}
@@ -236,8 +236,8 @@ def pipeline(args, img_size):
     seconds = [], []
 
     def ours():
-        for pictures, _ in train.load_images(split, ids, args):
-            normalize(pictures, METHODS["mae"])            # which ToTensor and Normalize do there
+        for images, _ in train.load_images(split, ids, args):
+            normalize(images, METHODS["mae"])              # which ToTensor and Normalize do there
 
     for _ in range(1 + args.rounds):                       # the first one warms up
         for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
@@ -285,7 +285,7 @@ def run(args):
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
         print(f"attention: {cases[0].attention}")
         if args.device.type == "cuda" and min(case.batch_size for case in cases) < 256:
-            print("note    fewer than 256 pictures measure how fast kernels are launched, not the "
+            print("note    fewer than 256 images measure how fast kernels are launched, not the "
                   "GPU: --batch_size")
         rows += measure(cases, args.steps, args.warmup)
         del cases
@@ -311,7 +311,7 @@ def main(argv=None):
     option("--device", help="cuda, mps or cpu (the best there is)")
     option("--steps", type=count, default=20, help="that are measured (20)")
     option("--warmup", type=bounded_number(int, 0), default=3, help="steps before")
-    option("--data", metavar="FOLDER", help="measure the input pipeline on its pictures")
+    option("--data", metavar="FOLDER", help="measure the input pipeline on its images")
     option("--jpegs", type=bounded_number(int, 0), default=0, help="write so many there before")
     option("--workers", type=bounded_number(int, 0), default=1, help="of the pipeline")
     option("--rounds", type=count, default=3, help="of the pipelines in turn")

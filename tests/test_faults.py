@@ -100,7 +100,7 @@ ARGUMENTS = """
 train | --method vae ; --epochs two ; --epochs -1 ; --eval_every 0 ; --batch_size 0
 train | --workers -1 ; --seed abc ; --crop 2 ; --crop nan ; --lr nan ; --blr inf
 train | --weight_decay -1 ; --clip_grad inf ; --optimizer lion ; --schedule step ; --amp fp8
-train | --mask stripes ; --mask_ratio nan ; --size giant ; --depth 0
+train | --mask stripes ; --mask_ratio nan ; --size giant ; --depth 0 ; --decoder_depth 0
 tune  | --mode probe ; --labels 1.5 ; --labels nan ; --mix_ratio 2 ; --mixup inf ; --erasing -1
 tune  | --smoothing 2 ; --drop_path 2 ; --pool max
 eval  | --mask_ratios nan ; --eval_images 0
