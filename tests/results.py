@@ -2,10 +2,10 @@
 
     python -m tests.results --data cifar10                     # goes on where it stopped
     python -m tests.results --data cifar10 --size tiny --epochs 100 --batch_size 512
-    python -m tests.results --table > tests/RESULTS.md         # only prints what there is
+    python -m tests.results --table                            # only prints what there is
 
 Each result is a line of tests/results.jsonl, of which tests/tables.py makes tables and verdicts. A
-command that has one is not run again (to repeat it, delete the line and the run's folder in
+command that has one is not run again (to repeat an encoder, delete its lines and its folders in
 runs/results/). One seed stands for all that is drawn: pretraining, its teacher, the choice of
 labels and fine-tuning. Of each seed and encoder, in this order: pretraining (untrained: MAE,
 --epochs 0); 20 nearest neighbours; PSNR on its own and on --other data, which it never saw; linear
@@ -13,7 +13,7 @@ probe; fine-tuning with 1%, 10% and all of the labels, and the same from scratch
 
 All labels take --finetune_epochs, 10% of them four times as many, 1% six times (batches of 24), the
 linear probe twice; only the last epoch is validated. Options not listed below go to pretraining.
-Several of these can run at a time, each with its own --only or --seeds and --out.
+Several of these can run at a time, each with its own --seeds and --out.
 """
 
 import argparse
@@ -71,38 +71,61 @@ def evaluations(args, runs, name, seed):
             yield f"{column} ({epochs} epochs)", " ".join(command.split())
 
 
+def read_lines(path):
+    """The dicts of a .jsonl file. SystemExit names a line that is not whole."""
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise SystemExit(f"{path}, line {number}, is not whole: delete it") from None
+    return records
+
+
 def run(command):
-    """Run it, resuming what was begun; its numbers, of log.jsonl or printed, as a dict."""
+    """Run it, resuming what was begun; its numbers, of log.jsonl or printed, as a dict. SystemExit
+    if it fails, or if its folder is of another command."""
     print(f"\n{command}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     log = re.search(r"--runs (\S+) --name (\S+)", command)
+    if log:
+        begun = Path(*log.groups(), "command.txt")
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        if begun.exists() and begun.read_text() != command:
+            raise SystemExit(f"{begun.parent} is of another command: {begun.read_text()}")
+        begun.write_text(command)
     words = command.split() + ["--resume"] * bool(log)
-    done = subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE,
+    done = subprocess.run(words, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, "PATH": path})
     print(done.stdout, flush=True)
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode} of {command}")
     if log:
-        rows = Path(*log.groups(), "log.jsonl").read_text().splitlines()
-        rows = [json.loads(row) for row in rows]
+        rows = read_lines(Path(*log.groups(), "log.jsonl"))
         seconds = sum(row.get("train_s", 0) for row in rows)
         return {**rows[-1], "train_minutes": round(seconds / 60, 2)}
-    rows = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.M)
-    if rows:                                               # the table that --eval prints
+    found = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.M)
+    if found:                                              # the table that --eval prints
         names = ("mask_ratio", "psnr_hidden", "psnr_image", "psnr_decoded")
-        rows = [{"mask": mask, **dict(zip(names, map(float, row.split())))} for mask, row in rows]
-        return {"psnr": rows, "printed": done.stdout.splitlines()}
+        psnr = [{"mask": mask, **dict(zip(names, map(float, row.split())))} for mask, row in found]
+        return {"psnr": psnr, "printed": done.stdout.splitlines()}
     return {"top1": float(re.search(r"top1 ([\d.]+)", done.stdout)[1])}
 
 
 def run_all(args, title, setup):
-    """Run what has no line in --out yet. An encoder whose checkpoint is gone is trained again."""
+    """Run what has no line in --out yet. For an evaluation its encoder is trained again, if it is
+    gone."""
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
     cuda = torch.cuda.is_available() and args.device != "cpu"
     where = torch.cuda.get_device_name() if cuda else f"{cpu}, threads: {torch.get_num_threads()}"
     commit = subprocess.getoutput("git rev-parse --short HEAD")
 
+    def done():
+        return {record["command"] for record in read_lines(args.out)}
+
     def record(encoder, column, seed, command):
         numbers = run(command)
-        if json.dumps(command) not in args.out.read_text():
+        if command not in done():
             line = dict(table=title, encoder=encoder, column=column, seed=seed, command=command,
                         commit=commit, date=time.strftime("%Y-%m-%d"), machine=where,
                         torch=torch.__version__, numbers=numbers)
@@ -112,23 +135,22 @@ def run_all(args, title, setup):
     for seed in args.seeds:
         runs = f"runs/results/{setup}/{seed}"
         for name in args.only:
-            done = args.out.read_text()
-            missing = [(column, command) for column, command in evaluations(args, runs, name, seed)
-                       if json.dumps(command) not in done]     # with its quotes: no part of another
-            needed = [name] if name in PRETRAINED else []
+            needed = [name] if name in PRETRAINED else []  # encoders
             if "{runs}/mae" in PRETRAINED.get(name, ""):
-                needed.insert(0, "mae")
-            for encoder in needed:
-                command = pretraining(args, runs, encoder, seed)
-                gone = missing and not Path(runs, encoder, "last.pt").exists()
-                if gone or json.dumps(command) not in done:
-                    record(encoder, "pretraining", seed, command)
-            for column, command in missing:
-                record(name, column, seed, command)
+                needed.insert(0, "mae")                    # the teacher first
+            commands = [(encoder, "pretraining", pretraining(args, runs, encoder, seed))
+                        for encoder in needed]
+            commands += [(name, column, command)
+                         for column, command in evaluations(args, runs, name, seed)]
+            missing = [command for *_, command in commands if command not in done()]
+            for encoder, column, command in commands if missing else ():
+                if column == "pretraining" or command in missing:      # a finished one ends at once
+                    record(encoder, column, seed, command)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser("tests.results", allow_abbrev=False, description=__doc__,
+    parser = argparse.ArgumentParser("tests.results", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     names, option = [*PRETRAINED, "scratch"], parser.add_argument
     for name, default in dict(data="cifar10", other="shapes", size="micro", epochs=10,
@@ -143,10 +165,13 @@ def main(argv=None):
                   if args.processes > 1 else "python")
     args.on_device = f" --device {args.device}" if args.device else ""
     title = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
+    if args.table and not args.out.is_file():
+        parser.error(f"there is no {args.out} to make tables of")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
     if args.table:
         from tests.tables import report                    # which reads PRETRAINED and TUNED here
-        print(report(args.out.read_text().splitlines()), end="")
+        print(report(read_lines(args.out)), end="")
     else:
         run_all(args, title, re.sub(r"[^\w.]+", "-", title))
 

@@ -1,5 +1,9 @@
-"""Tables and verdicts from the lines of tests/results.jsonl alone: what `python -m tests.results
---table` prints, and tests/RESULTS.md holds. Of a result that was repeated the last line counts.
+"""Tables and verdicts from the lines of tests/results.jsonl alone:
+
+    python -m tests.tables                                     # tests/RESULTS.md, README's tables
+
+writes what `python -m tests.results --table` prints, and the two short tables of the README. Of a
+result that was repeated the last line counts.
 
 A quantity is an encoder's column: "20-NN", "linear", "1%", "10%", "100%" (top-1 in %); "minutes";
 "own random 0.75 hidden" and alike (PSNR in dB: own or other data, mask, mask ratio, hidden or
@@ -8,24 +12,33 @@ random masks, without its sign, at 0.75); and what --eval measures besides: "mix
 dominant" (R^2, i-MAE), "block sum visible" (attention, MAE).
 """
 
-import json
 import re
+from collections import defaultdict
+from pathlib import Path
 from statistics import mean, median, stdev
 
-from tests.results import PRETRAINED, TUNED
+from tests.results import PRETRAINED, TUNED, read_lines
 
 INTRO = """# Results
 
-Printed by `python -m tests.results --table > tests/RESULTS.md`: every number and every verdict here
-is computed from `tests/results.jsonl`, which has the command, commit, date and machine of each.
+Written by `python -m tests.tables`: every number measured here and every verdict is computed from
+`tests/results.jsonl`, which has the command, commit, date and machine of each. The papers' numbers
+are typed, in `tests/tables.py`.
 
 **Run:** `python -m tests.results --data data/cifar10`. Every method gets the same encoder, data and
-number of epochs, and its own small settings (`small` in its file). One seed stands for all that is
-drawn: pretraining, its teacher, the choice of labels and fine-tuning.
+number of epochs, and its own small settings (`small` in its file: depth of the decoder, rate and
+augmentation differ). i-MAE's teacher, the MAE of the same seed, has its own epochs besides; a
+network from scratch has none. One seed stands for all that is drawn: pretraining, its teacher, the
+choice of labels and fine-tuning. Only the masks of PSNR are the same for all.
 
 **Data:** `data/cifar10` is CIFAR-10 with each image saved as a JPEG of quality 75, in class folders
 in `train/` (50,000) and `val/` (10,000). The download `--data cifar10` has the images without loss,
 and tables of its own. `shapes` are drawn by train.py; no encoder here was trained on them.
+
+**Encoders:** *untrained* is an MAE after no epoch, fine-tuned as the others; *from scratch* has the
+settings of `finetune.py --mode scratch`. CrossMAE *.75* and *.25* are the shares of patches that it
+predicts; *at MAE's rate*: by default .25 has a third of it; *last map alone*: without inter-block
+attention. GINR and TransINR are MINR's two hypernetworks.
 
 **PSNR** says how close predicted pixels are to the true ones, in dB: 10 more are a tenth of the
 squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
@@ -34,21 +47,25 @@ copied. MAE's loss never trains visible patches, which count in the latter.
 **Linear probe**: a linear layer is trained on frozen features. **1%, 10%, 100%**: the whole encoder
 is fine-tuned with that share of each class's labels.
 
-**To repeat one result**, run its command from `tests/results.jsonl`, or delete its line and its
-run's folder and start `python -m tests.results --data data/cifar10 --only mae --seeds 0` for its
-encoder and seed: what has a line is not run again.
+**To repeat a result**, check out its commit and run the command of its encoder's pretraining (for
+i-MAE, MAE's first), then its own. `python -m tests.results --data data/cifar10 --seeds 0` and
+`--only mae` does so for all commands of an encoder and seed that have no line in the file.
 """
 
-RULE = """A claim says that A is above B. Its differences A - B are paired: both of one seed. Fixed
-before seeds 1 and 2 were run:
+RULE = """A claim says that A is above B. Its differences A - B are paired: both of one seed. This
+rule was written when seed 0 was known, which is one of the three, and before any encoder was
+pretrained with seeds 1 and 2:
 
 - with fewer than three seeds there is no verdict;
 - the claim **holds**, or **fails**, if the differences of all seeds have one sign and their mean is
   more than twice their sample deviation from 0;
-- else it **cannot be told** at this size. Of a claim "as good as", that means: no loss was seen.
+- else it **cannot be told** at this size: neither was shown, which does not show that A and B are
+  equal.
 
-Three seeds of a small model on small images are not the paper's experiment. A row that starts with
-"why" puts an explanation to the test. There is no explanation here without such a row.
+Where there is no effect at all, some 7 of 100 rows get a verdict by chance. "As good as" and "loses
+nothing" ask for less than A above B: only *fails* speaks against them. Of falls and changes, above
+means worse. Three seeds of a small model on small images are not the paper's experiment. A row that
+starts with "why" puts an explanation to the test. There is no explanation here without such a row.
 """
 
 NAMES = {
@@ -59,9 +76,9 @@ NAMES = {
     "imae": "i-MAE", "imae_alone": "i-MAE without distillation", "scratch": "from scratch"}
 
 SEEDS = 3                                                  # that a verdict needs
-OURS = "ours"                                              # no number of the paper's
+OURS = "none"                                              # no number of the paper's
 LABELS = ("1%", "10%", "100%")
-CLASSES = ("20-NN", "linear", *LABELS)
+CLASSES = ("20-NN", "linear", *LABELS)                     # 20-NN to 100%: top-1
 HIDDEN, DECODED = "own random 0.75 hidden", "own random 0.75 decoded"
 ELSEWHERE = "other random 0.75 decoded"
 SHORT = {HIDDEN: "PSNR hidden", DECODED: "PSNR decoded", ELSEWHERE: "PSNR decoded, shapes"}
@@ -71,7 +88,16 @@ MASKS = (("random", 0.5), ("random", 0.75), ("random", 0.9), ("grid", 0.75), ("b
 ATTENTION = ("visible", "hidden", "share of visible")
 R2 = [f"{source} {image}" for image in ("subordinate", "dominant")
       for source in ("branch", "mixed", "control")]
-STRATEGIES = "robust to other ratios and patterns"
+
+PAPERS = {  # what their numbers below are
+    "MAE": "Not the paper's claims: it reports no training with few labels.",
+    "CrossMAE": "The paper's top-1 is that of ViT-B, fine-tuned on all of ImageNet; of linear "
+                "probes it has 65.4, 65.1 (Table 12: CrossMAE, MAE). CrossMAE has 4 decoder blocks "
+                "here, MAE 2.",
+    "HyperMAE": "The paper's top-1 is that of ViT-B, fine-tuned on all of ImageNet; on Places365 "
+                "it has 58.89, 58.72, on iNaturalist2021 71.53, 73.81.",
+    "MINR": "The paper, of which only a summary was at hand, compares PSNR with MAE's alone.",
+    "i-MAE": "Only the paper's supplement was at hand, which has no number for these claims."}
 
 CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A column is one of
     # both, or (A's, B's); B's may be a number.
@@ -84,16 +110,16 @@ CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A 
         ("predicting .25 loses nothing", OURS, "crossmae_25_rate", "crossmae", CLASSES),
         ("as good as MAE", "83.5, 83.3 (Table 1)", "crossmae_25", "mae", CLASSES),
         ("as good as MAE", OURS, "crossmae_25_rate", "mae", CLASSES),
-        ("why .25 loses, where it does: a third of the rate (A.6)", OURS, "crossmae_25_rate",
+        ("why .25 loses, where it does: a third of the rate", OURS, "crossmae_25_rate",
          "crossmae_25", CLASSES),
         ("as good as MAE", "83.7, 83.3 (Table 1)", "crossmae", "mae", CLASSES),
-        ("PSNR a little below MAE's", "20.11, 20.05 (Table 13)", "mae", "crossmae", [HIDDEN]),
-        ("PSNR a little below MAE's", "20.11, 19.97 (Table 13)", "mae", "crossmae_25", [HIDDEN]),
-        ("PSNR a little below MAE's", OURS, "mae", "crossmae_25_rate", [HIDDEN]),
+        ("PSNR is below MAE's", "20.11, 20.05 (Table 13)", "mae", "crossmae", [HIDDEN]),
+        ("PSNR is below MAE's", "20.11, 19.97 (Table 13)", "mae", "crossmae_25", [HIDDEN]),
+        ("PSNR is below MAE's", OURS, "mae", "crossmae_25_rate", [HIDDEN]),
         ("MAE's hidden tokens look at visible ones, per token", "1.418, 0.388 (Table 6)",
          "mae", "mae", [("block sum visible", "block sum hidden")]),
         ("MAE's hidden tokens look at visible ones, in sum",
-         "0.55 (Table 6: 50 x 1.418, 147 x 0.388)",
+         "none; by Table 6 0.55: 50 x 1.418, 147 x 0.388",
          "mae", "mae", [("block sum share of visible", 0.5)]),
         ("inter-block attention helps", "83.3, 82.9 (Table 3d)", "crossmae", "crossmae_last",
          CLASSES)],
@@ -102,7 +128,7 @@ CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A 
         ("better than MAE", "up to 6.4 dB", "ginr", "mae", [DECODED]),
         ("better than MAE", OURS, "ginr", "mae", [HIDDEN]),
         ("better than CrossMAE", OURS, "ginr", "crossmae", [DECODED, HIDDEN]),
-        *[(STRATEGIES, "no number in our text", other, "ginr", ROBUST)
+        *[("robust to other ratios and patterns", OURS, other, "ginr", ROBUST)
           for other in ("mae", "crossmae", "hypermae", "imae")],
         ("why it falls so far to 0.9: zeros for hidden patches", OURS, "ginr", "ginr_visible",
          ["fall from 0.75 to 0.9"]),
@@ -112,10 +138,10 @@ CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A 
         ("TransINR is better in domain", "21.865, 21.680 (CelebA)", "transinr", "ginr", [DECODED]),
         ("TransINR is better in domain", OURS, "transinr", "ginr_visible", [DECODED])],
     "i-MAE": [
-        ("training on mixtures makes them separable", "no number in the supplement", "imae", "imae",
+        ("training on mixtures makes them separable", OURS, "imae", "imae",
          [(f"mix {mix} branch {image}", f"mix {mix} control {image}")
           for mix in (0.2, 0.4) for image in ("dominant", "subordinate")]),
-        ("distillation helps", "no number in the supplement", "imae", "imae_alone", CLASSES)],
+        ("distillation helps", OURS, "imae", "imae_alone", CLASSES)],
 }
 
 
@@ -126,12 +152,10 @@ def measured(printed):
         words = re.split("  +", line.strip())
         if words[0] in ("mix", "block"):
             names = words
-        elif names and len(words) == len(names):
+        elif len(words) == len(names):
             label = "sum" if words[0] == "sum" else f"{float(words[0]):g}"
             found |= {f"{names[0]} {label} {name}": float(word)
                       for name, word in zip(names[1:], words[1:])}
-        else:
-            names = []
     return found
 
 
@@ -168,11 +192,10 @@ class Setup:
     def __init__(self, records):
         table = records[0]["table"]
         self.title = table.replace(" epochs", " epochs of pretraining", 1)
-        self.records, self.numbers, self.names = records, {}, {}
+        self.records, self.numbers, self.names = records, defaultdict(dict), {}
         for record in sorted(records, key=lambda record: record["seed"]):
             for column, number in quantities(record).items():
-                key = record["encoder"], column
-                self.numbers.setdefault(key, {})[record["seed"]] = number
+                self.numbers[record["encoder"], column][record["seed"]] = number
             name, label = record["column"].split(" (")[0], record["column"]
             if label.startswith("PSNR on "):
                 label = label.removeprefix("PSNR on ")
@@ -181,7 +204,10 @@ class Setup:
                 raise ValueError(f"{table}: {self.names[name]} and {label} in one file")
 
     def cell(self, encoder, column):
-        return cell(self.numbers.get((encoder, column), {}), digits(column))
+        values = self.numbers[encoder, column]
+        if column == "minutes":
+            return f"{median(values.values()):.0f}" if values else ""
+        return cell(values, digits(column))
 
     def row(self, encoder, columns):
         """Cells of an encoder; a column may be a pair, which share one."""
@@ -196,19 +222,25 @@ class Setup:
 
     def labels(self, start):
         """What the columns of all encoders that begin so go on with: mixes or blocks."""
-        return sorted({column.split()[1] for _, column in self.numbers if column.startswith(start)})
+        return sorted({column.split()[1] for (_, column), values in self.numbers.items()
+                       if values and column.startswith(start)})
 
     def section(self, title, text, used, heads, rows):
         """A table with its title, and where its numbers, of the records `used`, are from."""
         if not rows:
             return ""
-        seeds, machines, versions, days, commits = (
-            ", ".join(map(str, sorted({record[key] for record in used})))
-            for key in ("seed", "machine", "torch", "date", "commit"))
-        source = (f"Seeds: {seeds}; ± is the sample deviation of three seeds, of n where (n) "
-                  f"follows; (1) is one seed alone. Blank: not measured so far. {machines}; torch "
-                  f"{versions}; {days}; commits {commits}.")
-        return f"### {title} ({self.title})\n\n{text} {source}\n\n{markdown(heads, rows)}"
+        sources = {}                                       # {where and when: [seed, ...]}
+        for seed in sorted({record["seed"] for record in used}):
+            machines, versions, commits, days = (
+                ", ".join(sorted({record[key] for record in used if record["seed"] == seed}))
+                for key in ("machine", "torch", "commit", "date"))
+            source = f"{machines}; torch {versions}; commit {commits}; {days}"
+            sources.setdefault(source, []).append(str(seed))
+        text += (" ± is the sample deviation of three seeds, or of n where (n) follows. Rows with "
+                 "other seeds compare by A - B alone, below.")
+        for source, seeds in sources.items():
+            text += f" Seed {', '.join(seeds)}: {source}."
+        return f"### {title} ({self.title})\n\n{text}\n\n{markdown(heads, rows)}"
 
 
 def digits(column):
@@ -226,7 +258,7 @@ def cell(values, places, sign=""):
     text = f"{mean(values):{sign}.{places}f}"
     if len(values) > 1:
         text += f" ± {stdev(values):.{places}f}"
-    return text if len(values) >= SEEDS else f"{text} ({len(values)})"
+    return text if len(values) == SEEDS else f"{text} ({len(values)})"
 
 
 def markdown(heads, rows):
@@ -238,7 +270,7 @@ def verdict(differences):
     """By RULE, of {seed: A - B}."""
     values = [*differences.values()]
     if len(values) < SEEDS:
-        return f"seeds {', '.join(map(str, differences)) or 'none'} of {SEEDS} so far"
+        return f"{len(values)} of {SEEDS} seeds so far"
     one_sign = min(values) > 0 or max(values) < 0
     if not one_sign or abs(mean(values)) <= 2 * stdev(values):
         return "cannot be told"
@@ -246,29 +278,26 @@ def verdict(differences):
 
 
 def classification(setup):
-    rows = []
-    for encoder in NAMES:
-        cells = setup.row(encoder, CLASSES)
-        minutes = setup.numbers.get((encoder, "minutes"), {}).values()
-        if any(cells):
-            rows.append([NAMES[encoder], *cells, f"{median(minutes):.1f}" if minutes else ""])
     return setup.section(
         "Classification", "Top-1 in %, with the epochs of training in brackets, and minutes of "
-        "pretraining (median). A network from scratch has no features to probe.",
+        "pretraining (median; on one core of a machine with other work, so at most). A network "
+        "from scratch has no features to probe.",
         [record for record in setup.records if not record["column"].startswith("PSNR")],
-        ["encoder", *(setup.names.get(column, column) for column in CLASSES), "minutes"], rows)
+        ["encoder", *(setup.names.get(column, column) for column in CLASSES), "minutes"],
+        setup.rows([*CLASSES, "minutes"]))
 
 
 def psnr(setup, place):
     """On "own" or "other" data."""
     name = setup.names.get(place)
     used = [record for record in setup.records if record["column"] == f"PSNR on {name}"]
-    images = {re.search(r"mean over (\d+)", r["numbers"]["printed"][0])[1] for r in used}
+    images = sorted({int(re.search(r"mean over (\d+)", record["numbers"]["printed"][0])[1])
+                     for record in used})
     columns = [(f"{place} {mask} {ratio} hidden", f"{place} {mask} {ratio} decoded")
                for mask, ratio in MASKS]
     return setup.section(
         f"PSNR on {name}", f"In dB, hidden / decoded, by mask and mask ratio; mean over "
-        f"{', '.join(images)} validation images.", used,
+        f"{', '.join(map(str, images))} validation images.", used,
         ["encoder", *(f"{mask}, {ratio}" for mask, ratio in MASKS)], setup.rows(columns))
 
 
@@ -279,20 +308,24 @@ def measures(setup):
                       and record["column"] == f"PSNR on {name}"] for encoder in ("", "imae", "mae")}
     yield setup.section(
         "Robustness", "What the PSNR of hidden pixels loses from one mask ratio to the next, and "
-        f"how far it moves, up or down, from random masks to others at 0.75; in dB, on {name}.",
+        f"how far it moves, up or down, from random masks to others at 0.75; in dB, on {name}. "
+        "Small is not good by itself: untrained, with nothing to lose, is the most robust.",
         used[""], ["encoder", *ROBUST], setup.rows(ROBUST))
     yield setup.section(
         "Separability", "R^2 (1 is best) of linear maps to the teacher's latent of one of two "
         "images, unmixed, by the weight (mix) of the subordinate one. They start from the latent "
         "of that image's branch; from i-MAE's latent before its branches (mixed); or from the "
         "latent of the mixture that the teacher itself has, a plain MAE that was trained on no "
-        f"mixture (control). Images of {name}.", used["imae"], ["encoder", "mix", *R2],
+        "mixture (control). The less is mixed in, the nearer the control's latent is to that of "
+        "the dominant image, which is the teacher's own, too: at low weights the control must win "
+        f"there. Images of {name}.", used["imae"], ["encoder", "mix", *R2],
         [[NAMES[encoder], mix, *setup.row(encoder, [f"mix {mix} {source}" for source in R2])]
          for encoder in ("imae", "imae_alone") for mix in setup.labels("mix")])
     yield setup.section(
         "Attention", "How much the hidden tokens of an MAE attend to one visible and to one hidden "
         "token in each decoder block (mean over tokens, summed over heads), and the share of it "
-        "that all visible tokens get together, a quarter of all by number (class token included). "
+        "that all visible tokens get together, a quarter of all by number (class token included); "
+        "of the sum, the mean over blocks. "
         f"Images of {name}.", used["mae"], ["encoder", "block", *ATTENTION],
         [[NAMES["mae"], block, *setup.row("mae", [f"block {block} {part}" for part in ATTENTION])]
          for block in setup.labels("block")])
@@ -319,92 +352,87 @@ def commands(encoders, column):
     return ", ".join(f"`{part}`" for part in words)
 
 
-def compared(setup, first, second, columns):
-    """For each column of a claim: A's column, B's column (or number), and {seed: A - B}."""
-    for column in columns:
-        a, b = (column, column) if isinstance(column, str) else column
-        above, below = (setup.numbers.get(key, {}) for key in ((first, a), (second, b)))
-        if not isinstance(b, str):
-            below = dict.fromkeys(above, b)                # a number
-        differences = {seed: above[seed] - below[seed] for seed in above if seed in below}
-        yield a, b, differences
+def compared(setup, method):
+    """(claim, the paper's numbers, A above B, their encoders, A's column, B's column or a number,
+    {seed: A - B}) for each column of each claim of a method."""
+    for claim, paper, first, second, columns in CLAIMS[method]:
+        what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
+        for column in columns:
+            a, b = (column, column) if isinstance(column, str) else column
+            above = setup.numbers[first, a]
+            below = setup.numbers[second, b] if isinstance(b, str) else dict.fromkeys(above, b)
+            differences = {seed: above[seed] - below[seed] for seed in above if seed in below}
+            yield claim, paper, what, [first, second], a, b, differences
 
 
 def claims(setup, method):
-    """A row for each column of each claim of a method."""
+    """A row for each column of each claim of a method, with numbers."""
     rows = []
-    for claim, paper, first, second, columns in CLAIMS[method]:
-        what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
-        for a, b, differences in compared(setup, first, second, columns):
-            places = digits(a) + 1
-            where = describe(setup, a) if a == b else f"{describe(setup, a)} above {b}"
-            rows.append([claim, what, where, paper,
-                         ", ".join(f"{d:+.{places}f}" for d in differences.values()),
-                         cell(differences, places, "+"), verdict(differences),
-                         commands([first, second], a)])
-    return f"### Claims: {method} ({setup.title})\n\n" + markdown(
+    for claim, paper, what, encoders, a, b, differences in compared(setup, method):
+        places = digits(a) + 1
+        where = describe(setup, a) if a == b else f"{describe(setup, a)} above {b}"
+        rows.append([claim, what, where, paper,
+                     ", ".join(f"{d:+.{places}f}" for d in differences.values()),
+                     cell(differences, places, "+"), verdict(differences), commands(encoders, a)])
+    return f"### Claims: {method} ({setup.title})\n\n{PAPERS[method]}\n\n" + markdown(
         ["claim", "A above B", "in", "paper: A, B", "A - B, each seed", "mean ± deviation",
-         "verdict", "commands"], rows)
+         "verdict", "what to run"], rows)
 
 
-def hours(setup):
-    """Hours of pretraining by seed. (Of fine-tuning a line has the time of validated epochs only.)
-    """
-    times = {}
-    for (_, column), numbers in setup.numbers.items():
-        for seed, minutes in numbers.items() if column == "minutes" else ():
-            times.setdefault(seed, []).append(minutes)
-    seeds = [f"seed {seed}, {sum(minutes) / 60:.1f} hours for {len(minutes)} encoders"
-             for seed, minutes in sorted(times.items())]
-    return f"{setup.title}: {'; '.join(seeds) or 'none did'}"
-
-
-def read_setups(lines):
-    """A Setup for each table in the lines of a results.jsonl."""
-    last, tables = {}, {}
-    for record in map(json.loads, lines):
-        last[tuple(record[key] for key in ("table", "encoder", "column", "seed"))] = record
+def read_setups(records):
+    """A Setup for each table in the records of a results.jsonl."""
+    last = {tuple(record[key] for key in ("table", "encoder", "column", "seed")): record
+            for record in records}
+    tables = defaultdict(list)
     for record in last.values():
-        tables.setdefault(record["table"], []).append(record)
+        tables[record["table"]].append(record)
     return [*map(Setup, tables.values())]
 
 
-def summary(lines):
-    """The README's table: a row for each encoder of the first setup."""
-    setup = read_setups(lines)[0]
-    rows = []
-    for encoder in NAMES:
-        cells = setup.row(encoder, [(HIDDEN, DECODED), "20-NN", *LABELS])
-        minutes = setup.numbers.get((encoder, "minutes"), {}).values()
-        rows.append([NAMES[encoder], *cells, f"{median(minutes):.0f}" if minutes else ""])
-    return markdown(["encoder", "PSNR, hidden / decoded", "20-NN", *LABELS, "minutes"], rows)
+def summary(setup):
+    """The README's table of results."""
+    columns = [(HIDDEN, DECODED), "20-NN", *LABELS, "minutes"]
+    return markdown(["encoder", "PSNR, hidden / decoded", *columns[1:]], setup.rows(columns))
 
 
-def verdicts(lines):
-    """The README's claims, without numbers: a row for each claim and pair of encoders of the first
-    setup, in whose cells are the columns with that verdict."""
-    setup, rows = read_setups(lines)[0], []
-    heads = ["holds", "fails", "cannot be told", "not three seeds yet"]
-    for method, entries in CLAIMS.items():
-        for claim, _, first, second, columns in entries:
-            found = {head: [] for head in heads}
-            for a, _, differences in compared(setup, first, second, columns):
-                words = SHORT.get(a, a.removeprefix("mix ").removeprefix("block sum "))
-                found.get(verdict(differences), found[heads[-1]]).append(words)
-            what = f"{NAMES[first]} above {NAMES[second]}" if first != second else NAMES[first]
-            rows.append([f"{method}: {claim}", what, *(", ".join(found[head]) for head in heads)])
-    if not any(row[-1] for row in rows):                   # all seeds are there
-        heads, rows = heads[:-1], [row[:-1] for row in rows]
-    return markdown(["claim", "A above B", *heads], rows)
+def verdicts(setup):
+    """The README's table of claims, without numbers: a row for each claim and pair of encoders, in
+    whose cells are the columns with that verdict."""
+    heads, rows = ["holds", "fails", "cannot be told", "not three seeds yet"], {}
+    for method in CLAIMS:
+        for claim, _, what, _, a, _, differences in compared(setup, method):
+            cells = rows.setdefault((f"{method}: {claim}", what), {head: [] for head in heads})
+            words = SHORT.get(a, a.removeprefix("mix ").removeprefix("block sum "))
+            cells.get(verdict(differences), cells[heads[-1]]).append(words)
+    if not any(cells[heads[-1]] for cells in rows.values()):
+        del heads[-1]                                      # all seeds are there
+    return markdown(["claim", "A above B", *heads], [
+        [*row, *(", ".join(cells[head]) for head in heads)] for row, cells in rows.items()])
 
 
-def report(lines):
-    """All of it, of the lines of a results.jsonl, as one text."""
-    setups = read_setups(lines)
-    parts = [INTRO, "**Time of pretraining**, of the commands that recorded it. "
-             + ". ".join(map(hours, setups)) + ".\n", f"## The rule\n\n{RULE}"]
+def report(records):
+    """All of it, of the records of a results.jsonl, as one text."""
+    setups = read_setups(records)
+    parts = [INTRO, f"## The rule\n\n{RULE}"]
     for setup in setups:
         parts += [f"## {setup.title}\n", classification(setup), psnr(setup, "own"),
                   psnr(setup, "other"), *measures(setup)]
         parts += [claims(setup, method) for method in CLAIMS]
     return "\n".join(filter(None, parts))
+
+
+def main(folder=Path("tests")):
+    """Write RESULTS.md and, between their marks, the README's tables: of the first setup."""
+    records = read_lines(folder / "results.jsonl")
+    (folder / "RESULTS.md").write_text(report(records), encoding="utf-8")
+    readme = folder.parent / "README.md"
+    text, setup = readme.read_text(encoding="utf-8"), read_setups(records)[0]
+    for mark, table in ("results", summary(setup)), ("claims", verdicts(setup)):
+        start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+        before, _, rest = text.partition(start)
+        text = before + start + table + end + rest.partition(end)[2]
+    readme.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,7 +37,7 @@ def commands(tmp_path, monkeypatch):
             return subprocess.run(words, **options)
         with redirect_stdout(io.StringIO()) as out:
             {"train.py": train, "finetune.py": finetune}[words[1]].main(words[2:])
-        return SimpleNamespace(stdout=out.getvalue())
+        return SimpleNamespace(stdout=out.getvalue(), returncode=0)
     monkeypatch.setattr(results, "subprocess", SimpleNamespace(
         run=process, PIPE=subprocess.PIPE, getoutput=subprocess.getoutput))
 
@@ -67,12 +68,17 @@ def test_goes_on_where_it_stopped(commands, capsys):
         "pretraining", "20-NN", "PSNR on data/tiny", "PSNR on shapes"]
     results.run = real
     results.main(WORDS)
+    assert commands.pop(4) == commands[0]                  # which was finished
     assert [line["command"] for line in lines()] == commands and len({*commands}) == 8
     for command in commands:
         assert command.split()[0] in ("python", "torchrun")
         assert not any(word.startswith("/") for word in command.split())
     numbers = lines()[2]["numbers"]
-    assert len(numbers["psnr"]) == 9 and lines()[0]["numbers"]["train_minutes"] == 0
+    rows = train.main(commands[2].split()[2:])             # what the command itself returns
+    assert len(rows) == len(numbers["psnr"]) == 9
+    for row, read in zip(rows, numbers["psnr"]):
+        assert read == {key: pytest.approx(row[key], abs=1e-3) for key in read}
+    assert lines()[0]["numbers"]["train_minutes"] == 0
 
     results.main(WORDS)                                    # nothing is left to do
     assert len(commands) == 8
@@ -90,24 +96,91 @@ def test_goes_on_where_it_stopped(commands, capsys):
     hidden = numbers["psnr"][1]["psnr_hidden"]
     assert "### PSNR on data/tiny (data/tiny, ViT-micro, 1 epochs of pretraining --batch" in printed
     assert "mean over 8 validation images" in printed and f"{hidden:.2f} (1) / " in printed
-    assert "| 50.0 (1) | 50.0 (1) | 50.0 (1) | 50.0 (1) | 0.0 |" in printed
+    assert "| 50.0 (1) | 50.0 (1) | 50.0 (1) | 50.0 (1) | 0 |" in printed
+
+
+def test_the_commands_of_all_encoders(monkeypatch, tmp_path):
+    """Of two seeds: a student's teacher is trained first, with that seed. What is begun goes on."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(results, "run", lambda command: asked.append(command) or TUNED)
+    results.main("--data ten --epochs 4 --finetune_epochs 2 --processes 2 --only imae scratch "
+                 "--seeds 5 6 --mask_ratio 0.5 --out new/out.jsonl".split())
+    runs, start = "runs/results/ten-ViT-micro-4-epochs-mask_ratio-0.5/5", (
+        "torchrun --standalone --nproc_per_node 2 ")
+    one = f"--data ten --size micro --epochs 4 --seed 5 --runs {runs} --name "
+    psnr = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
+    last, tail = f"--checkpoint {runs}/imae/last.pt", f"--seed 5 --runs {runs} --name "
+    wanted = [
+        f"{start}train.py --method mae --mask_ratio 0.5 {one}mae",
+        f"{start}train.py --method imae --teacher {runs}/mae/last.pt --mask_ratio 0.5 {one}imae",
+        f"{start}finetune.py --mode knn {last} --data ten --seed 5",
+        f"python train.py --eval {runs}/imae/last.pt --data ten {psnr}",
+        f"python train.py --eval {runs}/imae/last.pt --data shapes {psnr}"]
+    for source, name in ((last, "imae"), ("--mode scratch --size micro", "scratch")):
+        for words, epochs, column in (("--mode linear", 4, "linear"), (
+                "--labels 0.01 --batch_size 24", 12, "1"), ("--labels 0.1", 8, "10"),
+                ("--mode finetune" * (name == "imae"), 2, "100")):
+            if (name, column) != ("scratch", "linear"):
+                command = (f"{start}finetune.py {source} {words} --data ten --epochs {epochs} "
+                           f"--eval_every {epochs} {tail}{name}_{column}_{epochs}")
+                wanted.append(" ".join(command.split()))
+    assert asked[:12] == wanted
+    assert asked[12:] == [c.replace("--seed 5", "--seed 6").replace(f"{runs}", f"{runs[:-1]}6")
+                          for c in wanted]
+    out = Path("new/out.jsonl")
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[1:-1]))
+    results.main("--data ten --epochs 4 --finetune_epochs 2 --processes 2 --only imae scratch "
+                 "--seeds 5 6 --mask_ratio 0.5 --out new/out.jsonl".split())
+    assert asked[24:] == [wanted[0], wanted[1], asked[23]]             # the teacher, at least
+    with out.open("a") as file:
+        file.write('{"table": ')
+    with pytest.raises(SystemExit, match="new/out.jsonl, line 25, is not whole"):
+        results.main(["--table", "--out", "new/out.jsonl"])
+
+
+def test_what_a_command_gives(monkeypatch, tmp_path, refused):
+    """The last row of its log, and the time of all of them. It resumes, but not another command's
+    run, and ends with what fails."""
+    monkeypatch.chdir(tmp_path)
+    words, code = [], 0
+
+    def process(command, **options):
+        words.append(command)
+        Path("runs/a/log.jsonl").write_text('{"train_s": 60, "top1": 1}\n'
+                                            '{"train_s": 30, "top1": 2}\n')
+        return SimpleNamespace(stdout="top1 3.25, top5 9", returncode=code)
+    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=process, PIPE=None))
+    command = "python train.py --runs runs --name a"
+    for _ in range(2):
+        assert results.run(command) == {"train_s": 30, "top1": 2, "train_minutes": 1.5}
+        assert words[-1] == [*command.split(), "--resume"]
+    assert results.run("python finetune.py --mode knn") == {"top1": 3.25}
+    assert "--resume" not in words[-1]
+    with pytest.raises(SystemExit, match="runs/a is of another command: python train.py --runs"):
+        results.run("python train.py --lr 1 --runs runs --name a")
+    code = 3
+    with pytest.raises(SystemExit, match="exit code 3 of python train.py"):
+        results.run(command)
+    refused(results.main, ["--table", "--out", "gone.jsonl"], "there is no gone.jsonl")
 
 
 def test_commands_in_the_file():
-    for line in (ROOT / "tests/results.jsonl").read_text().splitlines():
-        words = json.loads(line)["command"].split()
+    for record in results.read_lines(ROOT / "tests/results.jsonl"):
+        words = record["command"].split()
         assert words[0] in ("python", "torchrun")
         assert not any(word.startswith(("/", "~")) for word in words)
 
 
-def test_printed_results_are_up_to_date():
-    lines = (ROOT / "tests/results.jsonl").read_text().splitlines()
-    text = tables.report(lines)
-    assert (ROOT / "tests/RESULTS.md").read_text() == text, (
-        "python -m tests.results --table > tests/RESULTS.md")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for mark, table in ("results", tables.summary(lines)), ("claims", tables.verdicts(lines)):
-        assert f"<!-- {mark} -->\n{table}<!-- /{mark} -->" in readme, f"put there:\n{table}"
+def test_printed_results_are_up_to_date(tmp_path):
+    names = ("README.md", "tests/results.jsonl", "tests/RESULTS.md")
+    (tmp_path / "tests").mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, tmp_path / name)
+    tables.main(tmp_path / "tests")
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), (
+            f"{name}: python -m tests.tables")
 
 
 @pytest.mark.parametrize("differences, verdict", [
@@ -115,8 +188,8 @@ def test_printed_results_are_up_to_date():
     ([3.0, 3.0, -0.1], "cannot be told"),                  # by the sign
     ([0.1, 1.0, 2.0], "cannot be told"),                   # by the deviation
     ([1.0, 2.0, 3.0], "cannot be told"),                   # 2 is not more than 2 x 1
-    ([0.0, 0.0, 0.0], "cannot be told"), ([5.0, 5.0], "seeds 0, 1 of 3 so far"),
-    ([5.0], "seeds 0 of 3 so far"), ([], "seeds none of 3 so far")])
+    ([0.0, 0.0, 0.0], "cannot be told"), ([5.0, 5.0], "2 of 3 seeds so far"),
+    ([], "0 of 3 seeds so far")])
 def test_the_rule(differences, verdict):
     assert tables.verdict(dict(enumerate(differences))) == verdict
 
@@ -128,23 +201,27 @@ def test_a_cell(values, text):
     assert tables.cell(dict(enumerate(values)), 1) == text
 
 
-def line(encoder, column, seed, commit="abc", **numbers):
-    return json.dumps(dict(table="cifar10, ViT-tiny, 9 epochs", encoder=encoder, column=column,
-                           seed=seed, command="", commit=commit, date="2026-11-22", torch="2",
-                           machine="CPU", numbers=numbers))
+def line(encoder, column, seed, commit="abc", table="cifar10, ViT-tiny, 9 epochs", **numbers):
+    return dict(table=table, encoder=encoder, column=column, seed=seed, command="", commit=commit,
+                date="2026-11-22", torch="2", machine="CPU", numbers=numbers)
 
 
 def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
     file = [line("mae", "1% (18 epochs)", 0, commit="f00d", top1=0)]
     file += [line("mae", "1% (18 epochs)", seed, top1=40 + seed) for seed in (2, 0, 1)]
     file += [line("scratch", "1% (18 epochs)", seed, top1=30 + 1.1 * seed) for seed in range(3)]
-    text, short = tables.report(file), tables.verdicts(file)
+    file += [line("mae", "pretraining", seed, train_minutes=m) for seed, m in enumerate((9, 5, 6))]
+    file += [line("mae", "20-NN", seed, top1=1.0) for seed in range(4)]
+    file += [line("mae", "20-NN", 0, table="shapes, ViT-tiny, 9 epochs", top1=77.0)]
+    text, short = tables.report(file), tables.verdicts(tables.read_setups(file)[0])
     assert ("| MAE: pretraining helps | MAE above from scratch | 1% |  |  | 10%, 100% |\n"
             "| MAE: pretraining helps | MAE above untrained |  |  |  | 1%, 10%, 100% |") in short
     assert "| holds | fails | cannot be told | not three seeds yet |\n" in short
-    assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | ours | +10.00, +9.90, "
+    assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | none | +10.00, +9.90, "
             "+9.80 | +9.90 ± 0.10 | holds |") in text
-    assert "| MAE |  |  | 41.0 ± 1.0 |  |  |  |" in text and "f00d" not in text
+    assert "| MAE | 1.0 ± 0.0 (4) |  | 41.0 ± 1.0 |  |  | 6 |" in text and "f00d" not in text
+    assert text.index("1.0 ± 0.0 (4)") < text.index("(shapes, ViT-tiny, 9 ") < text.index("77.0 (1)")
+    assert " Seed 0, 1, 2, 3: CPU; torch 2; commit abc; 2026-11-22." in text
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.report([*file, line("mae", "1% (9 epochs)", 0, top1=40)])
 
@@ -158,7 +235,7 @@ def test_what_is_read_of_psnr_and_measures():
                "0.200  9.00           -0.010             0.400", "see     runs/unmix.png",
                "block  visible  share of visible", "    0    0.030             0.252",
                "  sum    0.055             0.252"]
-    record = json.loads(line("imae", "PSNR on cifar10", 0, psnr=rows, printed=printed))
+    record = line("imae", "PSNR on cifar10", 0, psnr=rows, printed=printed)
     found = tables.quantities(record)
     assert found["own random 0.75 decoded"] == 17.5 and found["change under grid"] == 0.5
     assert found["fall from 0.5 to 0.75"] == 1.5 and found["fall from 0.75 to 0.9"] == 2.5
@@ -170,12 +247,25 @@ def test_what_is_read_of_psnr_and_measures():
 
 
 def test_claims_name_what_there_is():
-    columns = {*tables.CLASSES, *tables.ROBUST, tables.HIDDEN, tables.DECODED, tables.ELSEWHERE}
-    columns |= {f"block sum {part}" for part in tables.ATTENTION} | {0.5}
-    columns |= {f"mix {mix} {source}" for mix in (0.2, 0.4) for source in tables.R2}
-    assert {*tables.NAMES} == {*results.PRETRAINED, "scratch"}
-    for entries in tables.CLAIMS.values():
-        for _, _, first, second, asked in entries:
-            assert {first, second} <= {*tables.NAMES}
-            for column in asked:
-                assert {*([column] if isinstance(column, str) else column)} <= columns
+    """For each claim's encoders there are numbers in its columns: in the file or, of masks and the
+    control, in what --eval prints of each model."""
+    assert {*tables.NAMES} == {*results.PRETRAINED, "scratch"} and {*tables.PAPERS} == {
+        *tables.CLAIMS}
+    setup = tables.read_setups(results.read_lines(ROOT / "tests/results.jsonl"))[0]
+    there = {key for key, values in setup.numbers.items() if values}
+    there |= {(name, column) for name in results.PRETRAINED
+              for column in (*tables.ROBUST, *tables.CLASSES)}
+    there |= {("imae", f"mix {mix} {source}") for mix in (0.2, 0.4) for source in tables.R2}
+    for method in tables.CLAIMS:
+        for _, _, _, (first, *_, second), a, b, _ in tables.compared(setup, method):
+            assert (first, a) in there and ((second, b) in there or b == 0.5)
+
+
+def test_the_claims_when_all_seeds_are_there(monkeypatch):
+    """No column for what is missing."""
+    monkeypatch.setattr(tables, "CLAIMS", {"MAE": [("helps", "none", "mae", "scratch", ["1%"])]})
+    file = [line(name, "1% (2 epochs)", seed, top1=n) for seed in range(3)
+            for name, n in (("mae", 5 + 0.1 * seed), ("scratch", 7))]
+    assert tables.verdicts(tables.read_setups(file)[0]) == (
+        "| claim | A above B | holds | fails | cannot be told |\n| --- | --- | --- | --- | --- |\n"
+        "| MAE: helps | MAE above from scratch |  | 1% |  |\n")
