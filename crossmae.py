@@ -98,7 +98,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `encoder` gives
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
     features. Defaults: the paper's (Sec. 4.2, A.6), ViT-B/16 with normalised targets.
 
     Args:
@@ -212,10 +212,10 @@ class CrossMAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x))                 # (B, M, p*p*C)
 
     def forward(self, images, noise=None):
-        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
-        scalar, and {"loss"}, detached: the mean squared error of the predicted patches. Of random
-        masks and without self_attention, it is an unbiased estimate of that of all hidden ones
-        (Sec. 3.3)."""
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, the mean squared
+        error of the predicted patches, a float32 scalar, and {"loss": the same, detached}. Of
+        random masks and without self_attention, it is an unbiased estimate of that of all hidden
+        ones (Sec. 3.3)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.skipped:]                               # (B, M) a random subset
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, M, p*p*C)
@@ -225,10 +225,10 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded, and the mask (B,L). Nothing is copied: visible
-        patches are predicted too, for which the loss does not train. mask_ratio: None for the
-        model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another
-        mask_ratio."""
+        """Images (B,C,H,W), normalised -> the same as decoded, and the mask (B,L), 1 = hidden.
+        Nothing is copied: visible patches are predicted too, for which the loss does not train.
+        mask_ratio: None for the model's own. leak_free: see ViT.paste_patches. ValueError if noise
+        is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         features = self.encode(images, ids_keep)

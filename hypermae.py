@@ -60,7 +60,7 @@ def fourier_features(coords, dim, sigma):
 
 
 class HyperMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts what is hidden, `encoder` gives
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
     features. Defaults: the paper's (Table 3, Sec. 5.3), ViT-B/16, with normalised targets.
 
     Args:
@@ -166,8 +166,9 @@ class HyperMAE(nn.Module):
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
-        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, a float32
-        scalar, and {"loss"}, detached: Algorithm 1, the mean squared error of predicted patches."""
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss (Algorithm 1), the
+        mean squared error of the predicted patches, a float32 scalar, and {"loss": the same,
+        detached}."""
         ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # of x_vis, x_masked
         M = self.encode(images, ids_keep)                              # (B, h, h)
         if self.loss_on == "all":                                      # Table 11
@@ -180,10 +181,10 @@ class HyperMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised, as decoded, and the mask (B,L). Nothing is copied: visible
-        patches are predicted too, for which only loss_on "all" trains. mask_ratio: None for the
-        model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another
-        mask_ratio."""
+        """Images (B,C,H,W), normalised -> the same as decoded, and the mask (B,L), 1 = hidden.
+        Nothing is copied: visible patches are predicted too, for which only loss_on "all" trains.
+        mask_ratio: None for the model's own. leak_free: see ViT.paste_patches. ValueError if noise
+        is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio, exact=True)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order

@@ -49,8 +49,8 @@ MIXES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)             # Section
 
 
 class IMAE(nn.Module):
-    """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts what is
-    hidden, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, targets not normalised.
+    """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts all
+    patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, targets not normalised.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
@@ -176,11 +176,11 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W), normalised and not mixed, as decoded by the last branch (the dominant
-        one, unless `branches` is 1), and the mask (B,L). Nothing is copied: visible patches are
-        predicted too, for which the loss does not train. mask_ratio: None for the model's own.
-        leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of another mask_ratio.
-        """
+        """Images (B,C,H,W), normalised and not mixed -> the same as decoded by the last branch (the
+        dominant one, unless `branches` is 1), and the mask (B,L), 1 = hidden. Nothing is copied:
+        visible patches are predicted too, for which the loss does not train. mask_ratio: None for
+        the model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of
+        another mask_ratio."""
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask
 

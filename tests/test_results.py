@@ -220,7 +220,7 @@ def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
     assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | none | +10.00, +9.90, "
             "+9.80 | +9.90 ± 0.10 | holds |") in text
     assert "| MAE | 1.0 ± 0.0 (4) |  | 41.0 ± 1.0 |  |  | 6 |" in text and "f00d" not in text
-    assert text.index("1.0 ± 0.0 (4)") < text.index("(shapes, ViT-tiny, 9 ") < text.index("77.0 (1)")
+    assert text.index("1.0 ± 0.0 (4)") < text.index("(shapes, ViT-tiny") < text.index("77.0 (1)")
     assert " Seed 0, 1, 2, 3: CPU; torch 2; commit abc; 2026-11-22." in text
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.report([*file, line("mae", "1% (9 epochs)", 0, top1=40)])
