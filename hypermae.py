@@ -166,8 +166,8 @@ class HyperMAE(nn.Module):
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
-        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss (Algorithm 1), the
-        mean squared error of the predicted patches, a float32 scalar, and {"loss": the same,
+        """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, the mean squared
+        error of the predicted patches (Algorithm 1), a float32 scalar, and {"loss": the same,
         detached}."""
         ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # of x_vis, x_masked
         M = self.encode(images, ids_keep)                              # (B, h, h)
