@@ -15,7 +15,7 @@ dominant" (R^2, i-MAE), "block sum visible" (attention, MAE).
 import re
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from tests.results import PRETRAINED, TUNED, read_lines
 
@@ -206,7 +206,7 @@ class Setup:
     def cell(self, encoder, column):
         values = self.numbers[encoder, column]
         if column == "minutes":
-            return f"{median(values.values()):.0f}" if values else ""
+            return f"{min(values.values()):.0f}" if values else ""
         return cell(values, digits(column))
 
     def row(self, encoder, columns):
@@ -280,7 +280,7 @@ def verdict(differences):
 def classification(setup):
     return setup.section(
         "Classification", "Top-1 in %, with the epochs of training in brackets, and minutes of "
-        "pretraining (median; on one core of a machine with other work, so at most). A network "
+        "pretraining (of the fastest seed, on one core of a machine with other work). A network "
         "from scratch has no features to probe.",
         [record for record in setup.records if not record["column"].startswith("PSNR")],
         ["encoder", *(setup.names.get(column, column) for column in CLASSES), "minutes"],
