@@ -19,7 +19,6 @@ Where paper and released code differ, or torchvision does from both, and what is
 """
 
 import argparse
-import math
 from functools import partial
 from pathlib import Path
 
@@ -92,6 +91,10 @@ class Classifier(nn.Module):
         x = self.features(images)                                      # (B, D)
         return self.head(x if self.probe else self.fc_norm(x))
 
+    def classify(self, images):
+        """Images (b,C,H,W), 0 ... 255 -> logits (b,classes), in eval mode."""
+        return self.eval().logits(normalize(images, self))
+
     def forward(self, images, targets):
         """Targets are classes (B,) or their probabilities (B,classes) -> the loss and {"loss"}."""
         loss = F.cross_entropy(self.logits(images).float(), targets, label_smoothing=self.smoothing)
@@ -118,20 +121,14 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
     """{"top1", "top5"} of val in %, where score(images) -> (b,classes), and None: no picture."""
-    sums, count = {"top1": 0, "top5": 0}, 0                # a process without images reports zeros
+    sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
             scores = score(images)
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
         sums["top5"] += 100 * right.sum()
-        count += len(labels)
-    return mean_over_processes(sums, count, args), None
-
-
-def classify(model, images):
-    """Images (b,C,H,W), 0 ... 255, by a Classifier in eval mode -> (b,classes)."""
-    return model.eval().logits(normalize(images, model))
+    return mean_over_processes(sums, len(val.labels[:args.eval_images]), args), None
 
 
 @torch.no_grad()
@@ -202,8 +199,8 @@ def evaluate_checkpoint(args):
     except RuntimeError as error:
         raise InputError(f"{args.checkpoint} does not fit a classifier: "
                          f"{' '.join(str(error).split())[:200]}") from None
-    row, _ = evaluate(partial(classify, model), val, args, img_size)
-    n = min(args.eval_images or math.inf, len(val.labels))
+    row, _ = evaluate(model.classify, val, args, img_size)
+    n = len(val.labels[:args.eval_images])
     print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}")
     return row
 
@@ -235,11 +232,10 @@ def finetune(args):
     if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)
-    config.update(
-        classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
-        drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
-        norm="encoder.norm.weight" in source["model"],
-        mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
+    config.update(classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
+                  drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
+                  norm="encoder.norm.weight" in source["model"],
+                  mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
     if args.mode != "scratch":
         initialize(model, source, args.checkpoint)
@@ -252,8 +248,7 @@ def finetune(args):
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
     if args.erasing:
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
-    streamed = bool(more) or train.transform is not None
-    if streamed:                                           # image by image, in workers
+    if more or train.transform:                            # image by image, in workers
         train.transform = crop_transform(img_size, args, *more)
         if torch.is_tensor(train.images):
             train.images = train.images.cpu()
@@ -262,16 +257,16 @@ def finetune(args):
 
     def make_inputs(images, labels):
         """The model's arguments: images and targets."""
-        images = normalize(images if streamed else crop_batch(images, img_size, args), model)
-        ratio = args.mix_ratio
-        if ratio:
+        crops = images if train.transform else crop_batch(images, img_size, args)
+        images = normalize(crops, model)
+        if args.mix_ratio:
             labels = F.one_hot(labels, len(train.classes)).float()
-            return [ratio * x + (1 - ratio) * x.roll(1, 0) for x in (images, labels)]
+            return [torch.lerp(x.roll(1, 0), x, args.mix_ratio) for x in (images, labels)]
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
 
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
     row = fit(args, model, groups, train, val, make_inputs,
-              partial(evaluate, partial(classify, model), val, args, img_size),
+              partial(evaluate, model.classify, val, args, img_size),
               method="classifier", config=config)
     print(f"next    python finetune.py --mode eval --checkpoint "
           f"{Path(args.runs, args.name, 'last.pt')}")
@@ -291,8 +286,7 @@ def main(argv=None):
            help="share of each class's labels to train on, at least one (1)")
     option("--pool", choices=("mean", "token"), default="mean",
            help="features: mean of the patch tokens, or the class token (mean)")
-    option("--k", type=bounded_number(int, 1), default=20, metavar="N",
-           help="neighbours of --mode knn (20)")
+    option("--k", type=bounded_number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]
     add_flags(parser, f"recipe of --mode {mode}", {**SHARED, **recipe}, small, HELP, KINDS)

@@ -116,8 +116,7 @@ def add_options(parser):
            help="processes that load images (a CPU core each, at most 8)")
     option("--eval_images", type=bounded_number(int, 1), metavar="N",
            help="validate on at most N images (train.py: 1000; finetune.py: all)")
-    option("--size", choices=SIZES, metavar="NAME", help=f"{', '.join(SIZES)} (the checkpoint's, "
-                                                         "else micro)")
+    option("--size", choices=SIZES, help="of the encoder (the checkpoint's, else micro)")
     for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
         option(f"--{name}", type=bounded_number(int, 1), metavar="N",
                help=f"{text} of the encoder (that of --size)")
@@ -304,9 +303,9 @@ def list_folder(root):
             raise InputError(f"--data {root}: only one of train/ and val/ has the class "
                              f"{different[0]}")
     else:
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(root, followlinks=True)
-                 for name in names]
-        files = sorted(file for file in files if is_image(file))
+        files = sorted(os.path.join(folder, name)
+                       for folder, _, names in os.walk(root, followlinks=True)
+                       for name in names if is_image(name))
         folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if len(files) < 2:
             raise InputError(f"--data {root} has {len(files)} images: two at least are needed")
@@ -322,16 +321,6 @@ def list_folder(root):
     if others:
         print("note    files that are not read:", *(f"{n} {end}" for end, n in others.items()))
     return parts
-
-
-def choose_size(high, wide, patch_size):
-    """(H, W) for images of at most high x wide pixels: the same or, from 224 pixels on, 224 x 224,
-    each side rounded down to a multiple of patch_size. If that is None, of 16 pixels; of 8 for a
-    side below 128."""
-    if max(high, wide) >= 224:
-        high = wide = 224
-    units = patch_size or [16 if side >= 128 else 8 for side in (high, wide)]
-    return tuple(max(unit, side - side % unit) for side, unit in zip((high, wide), units))
 
 
 def center_crop(image, img_size, share):
@@ -351,10 +340,17 @@ def open_folder(root, img_size, args):
     sample = [train[0, i][0] for i in range(0, n, math.ceil(n / 50))]  # (3, h, w) each
     val[0, 0]                                              # InputError if none can be read
     high, wide = max(x.shape[1] for x in sample), max(x.shape[2] for x in sample)
-    H, W = img_size or choose_size(high, wide, args.patch_size)
-    if img_size is None and (high, wide) != (H, W):
-        print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
-    fits = max(high, wide) < 224 if img_size is None else high <= H and wide <= W
+    if img_size is not None:
+        H, W = img_size
+        fits = high <= H and wide <= W
+    else:                                                  # the images' own size, or 224 x 224
+        fits = max(high, wide) < 224
+        sides = (high, wide) if fits else (224, 224)
+        # rounded down to a multiple of the patch or, if that is not given, of 16; of 8 below 128
+        units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
+        H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
+        if (high, wide) != (H, W):
+            print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
     in_memory = fits and 3 * n * H * W < 4 * 1024 ** 3
     for dataset in (train, val):                           # of files 7/8, as MAE: 224 of 256 pixels
         dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
@@ -505,14 +501,13 @@ def local_part(batch, args):
     return batch.chunk(args.world)[args.rank]
 
 
-def mean_over_processes(sums, count, args):
-    """{name: sum / count}, where sums (0-dim tensors) and count are summed over the processes."""
-    total = torch.tensor([*map(float, sums.values()), count], dtype=torch.float64)
+def mean_over_processes(sums, n, args):
+    """{name: sum / n}: sums (0-dim tensors) are added over the processes, n is of all together."""
+    total = torch.tensor([*map(float, sums.values())], dtype=torch.float64)
     if args.world > 1:
         total = total.to(args.device)                      # cuda or cpu: mps has no float64
         dist.all_reduce(total)
-    *total, count = total.tolist()
-    return {name: value / count for name, value in zip(sums, total)}
+    return {name: value / n for name, value in zip(sums, total.tolist())}
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -713,8 +708,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         metrics = train_step(net, optimizer, scaler, make_inputs(images, labels), args)
-        for name, value in metrics.items():
-            totals[name] += value
+        totals.update(metrics)                             # a Counter adds
         if step % 20 == 0 or step == steps:                # only here the host waits for the device
             check = [totals["loss"], *(net.parameters() if step == steps else ())]
             if not all(x.isfinite().all() for x in check):
@@ -724,7 +718,8 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
             if not terminal and perf_counter() - told > MINUTE:
                 told = perf_counter()
                 print(bar, flush=True)
-    means, seconds = mean_over_processes(totals, steps, args), perf_counter() - began
+    means = mean_over_processes(totals, steps * args.world, args)
+    seconds = perf_counter() - began
     return {"epoch": epoch + 1, "lr": max(rates), **means, "wait": round(waited / seconds, 3),
             "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
 
@@ -758,7 +753,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def end_epoch(row, scored):
-        """Write and print the row of an epoch; if it is `scored`, evaluate and write last.pt."""
+        """Write the row of an epoch. If it is `scored`, evaluate, write last.pt, and return the
+        score as a text."""
         history.append(row)
         score, began = "", perf_counter()
         if scored:
@@ -768,32 +764,29 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
             score = f", {name} {value:.2f}"
         if scored and args.rank == 0:
             began = perf_counter()
-            save(last, dict(
-                content, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                flags=vars(args), scaler=scaler.state_dict(), epoch=row["epoch"], history=history,
-                classes=train.classes, mean=model.mean, std=model.std,
-                torch=str(torch.__version__)))
+            save(last, dict(content, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                            flags=vars(args), scaler=scaler.state_dict(), epoch=row["epoch"],
+                            history=history, classes=train.classes, mean=model.mean, std=model.std,
+                            torch=str(torch.__version__)))
             row["save_s"] = round(perf_counter() - began, 2)
             if columns:
                 save_picture(columns, last.with_name("recon.png"))
         if args.rank == 0:
             write_log("a", [row])
-        if row["epoch"] == 0:
-            print(f"untrained{score}")
-        else:
-            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}{score}, {row['img_s']:.0f} img/s, "
-                  f"wait {row['wait']:.1%}", flush=True)
+        return score
 
     if args.rank == 0:
         write_log("w", history)                            # cut back to what last.pt holds
     if args.epochs == 0 and not history:
-        end_epoch({"epoch": 0}, scored=True)               # the untrained model
+        print("untrained" + end_epoch({"epoch": 0}, scored=True))
     done = history[-1]["epoch"] if history else 0
     if 0 < args.epochs <= done:
         print(f"note    {done} epochs are done: for more, give a higher --epochs")
     for epoch in range(done, args.epochs):
         row = train_epoch(epoch, net.train(), optimizer, scaler, train, make_inputs, args)
-        end_epoch(row, scored=row["epoch"] % args.eval_every == 0 or row["epoch"] == args.epochs)
+        score = end_epoch(row, (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs)
+        print(f"epoch {epoch + 1}: loss {row['loss']:.4f}{score}, {row['img_s']:.0f} img/s, "
+              f"wait {row['wait']:.1%}", flush=True)
     print(f"see     {log} and {last}")
     return history[-1]
 
@@ -822,7 +815,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Mean PSNR in dB of hidden pixels, of the image with visible pixels copied, and as decoded,
     under masks of the pattern `mask` that depend on the image's index alone. And columns of up to 8
     images: original, masked, decoded, visible pixels copied."""
-    count, columns, encoder = 0, None, model.eval().encoder
+    columns, encoder = None, model.eval().encoder
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_hidden", "psnr_image", "psnr_decoded"), 0)
     for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
@@ -841,9 +834,8 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
                   "psnr_decoded": decoded_error}
         for name, error in errors.items():
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
-        count += len(ids)
         columns = columns or [x[:8] for x in (truth, masked, decoded, copied)]
-    return mean_over_processes(sums, count, args), columns
+    return mean_over_processes(sums, len(val.labels[:args.eval_images]), args), columns
 
 
 def save_picture(columns, path):
@@ -922,7 +914,6 @@ def vit_config(args, img_size, source):
             config[name] = getattr(args, name)
         elif name in source and (args.size is None or name == "patch_size"):
             config[name] = source[name]
-    grid_of(**config)                                      # InputError unless the patches fit
     return config
 
 
@@ -952,14 +943,13 @@ def pretrain(args):
     del init, teacher                                      # their weights are in the model now
     if not lr_given:
         args.lr *= model.lr_scale                          # CrossMAE A.6: prediction / mask ratio
-    streamed = train.transform is not None
-    if streamed:
+    if train.transform:                                    # files, which workers crop
         train.transform = crop_transform(img_size, args)
 
     def make_inputs(images, labels):
         """The model's arguments: images, noise and, of pairs, partners and mixing weight."""
         parts = images.chunk(2 if args.pairs else 1)
-        crops = parts if streamed else [crop_batch(x, img_size, args) for x in parts]
+        crops = parts if train.transform else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = [normalize(x, model) for x in crops]
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
         mix = [model.draw_mix(args.device)] if args.pairs else []
@@ -1016,8 +1006,7 @@ def run_cli(parser, work, argv):
 def main(argv=None):
     """`python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
     parser = argparse.ArgumentParser("train.py", **LAYOUT)
-    parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)",
-                        metavar="NAME")
+    parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)", metavar="NAME")
     method = parser.parse_known_args(argv)[0].method       # it decides which other flags there are
     cls = METHODS[method]
     parser.description = (
@@ -1035,8 +1024,8 @@ def main(argv=None):
     option = parser.add_argument_group("pretraining").add_argument
     option("--init", metavar="FILE", help="start from the encoder of a checkpoint, of its size and "
            "patch size, and from its decoder if that is the same")
-    option("--mask", choices=("random", "grid", "block"), default="random",
-           help="pattern of the hidden patches: random, grid or block (random)", metavar="NAME")
+    masks = ("random", "grid", "block")
+    option("--mask", choices=masks, default="random", help="pattern of the hidden patches (random)")
     if hasattr(cls, "pairs"):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
         option("--same_class", type=bounded_number(float, 0, 1), metavar="X", help="share of the "
@@ -1045,8 +1034,7 @@ def main(argv=None):
     option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
     option("--mask_ratios", nargs="+", type=bounded_number(float, 0, 1), metavar="X",
            default=[0.5, 0.75, 0.9], help="mask ratios that --eval measures (0.5 0.75 0.9)")
-    option("--masks", nargs="+", choices=("random", "grid", "block"), metavar="NAME",
-           help="patterns that --eval measures (that of --mask)")
+    option("--masks", nargs="+", choices=masks, help="patterns to measure (that of --mask)")
     option("--leak_free", action="store_true", help="of models with norm_pix_loss: do not use the "
            "mean and variance of hidden patches")
     return run_cli(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
