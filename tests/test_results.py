@@ -95,8 +95,8 @@ def test_goes_on_where_it_stopped(commands, capsys):
     printed = capsys.readouterr().out
     hidden = numbers["psnr"][1]["psnr_hidden"]
     assert "### PSNR on data/tiny (data/tiny, ViT-micro, 1 epochs of pretraining --batch" in printed
-    assert "mean over 8 validation images" in printed and f"{hidden:.2f} (1) / " in printed
-    assert "| 50.0 (1) | 50.0 (1) | 50.0 (1) | 50.0 (1) | 0 |" in printed
+    assert "mean over 8 validation images" in printed and f"{hidden:.2f} (seed 3) / " in printed
+    assert "| 50.0 (seed 3) | 50.0 (seed 3) | 0 |" in printed
 
 
 def test_the_commands_of_all_encoders(monkeypatch, tmp_path):
@@ -195,7 +195,7 @@ def test_the_rule(differences, verdict):
 
 
 @pytest.mark.parametrize("values, text", [
-    ([], ""), ([61.08], "61.1 (1)"), ([60.0, 61.0], "60.5 ± 0.7 (2)"),
+    ([], ""), ([61.08], "61.1 (seed 0)"), ([60.0, 61.0], "60.5 ± 0.7 (seeds 0, 1)"),
     ([60.0, 61.0, 62.0], "61.0 ± 1.0")])
 def test_a_cell(values, text):
     assert tables.cell(dict(enumerate(values)), 1) == text
@@ -219,8 +219,9 @@ def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
     assert "| holds | fails | cannot be told | not three seeds yet |\n" in short
     assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | none | +10.00, +9.90, "
             "+9.80 | +9.90 ± 0.10 | holds |") in text
-    assert "| MAE | 1.0 ± 0.0 (4) |  | 41.0 ± 1.0 |  |  | 6 |" in text and "f00d" not in text
-    assert text.index("1.0 ± 0.0 (4)") < text.index("(shapes, ViT-tiny") < text.index("77.0 (1)")
+    four = "1.0 ± 0.0 (seeds 0, 1, 2, 3)"
+    assert f"| MAE | {four} |  | 41.0 ± 1.0 |  |  | 6 |" in text and "f00d" not in text
+    assert text.index(four) < text.index("(shapes, ViT-tiny") < text.index("77.0 (seed 0)")
     assert " Seed 0, 1, 2, 3: CPU; torch 2; commit abc; 2026-11-22." in text
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.report([*file, line("mae", "1% (9 epochs)", 0, top1=40)])
