@@ -73,7 +73,7 @@ def test_timm(tmp_path, monkeypatch):
 
 
 def test_commands_and_links(monkeypatch):
-    scripts, flags, runs = {"train": train, "finetune": finetune}, {"--table"}, set()
+    scripts, flags, runs = {"train": train, "finetune": finetune}, {"--out"}, set()
     for script in scripts.values():                        # which only parse
         monkeypatch.setattr(script, "run_cli", lambda parser, work, argv: (
             flags.update(parser._option_string_actions), parser.parse_args(argv))[1])
