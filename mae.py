@@ -104,7 +104,7 @@ class MAE(nn.Module):
 
     def decode(self, z, ids_keep, ids_mask, count):
         """Encoded tokens z (B,1+K,D) -> predictions (B,count,p*p*C) of the last `count` patches in
-        the order of the noise: of M, the hidden ones, or of L, all."""
+        the order of the noise. The last M are the hidden ones, the last L are all."""
         x = self.decoder_input(z, ids_keep, ids_mask)                  # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
@@ -164,9 +164,10 @@ class MAE(nn.Module):
             for block in self.decoder_blocks:
                 q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)  # (B, 1+L, E) each
                 q = q[:, seen:].unflatten(2, (block.attn.heads, -1)).transpose(1, 2)
-                k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)
+                k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, d)
+                # of the hidden queries, (B, heads, M, d): (B, heads, M, 1+L)
                 attention = (q @ k.transpose(2, 3) / k.shape[3] ** 0.5).softmax(dim=-1)
-                # (B, heads, M, 1+L) -> (1+L,): mean over hidden tokens and images, sum over heads
+                # (1+L,) mean over hidden tokens and images, sum over heads
                 to_each.append(attention.mean(2).sum((0, 1)) / len(val))
                 x = block(x)                                           # (B, 1+L, E)
             attended = attended + torch.stack(to_each)                 # (decoder depth, 1+L)

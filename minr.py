@@ -139,7 +139,7 @@ class MINR(nn.Module):
         widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
         self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # phi: instance-agnostic
-        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # modulate makes norms 1
+        for i, (a, b) in enumerate(zip(widths, widths[1:])):           # norms: see modulate
             g = self.groups.get(i)
             if g and not ginr and b % g:
                 raise InputError(f"groups {groups} do not divide the {b} outputs of layer {i}")

@@ -612,7 +612,7 @@ def resume(last, model, optimizer, scaler, content, args):
     for name, value in vars(args).items():
         unimportant = name in ("resume", "overwrite", "rank", "local_rank", "workers", "runs")
         if flags.get(name, value) != value and name in ("init", "checkpoint", "teacher"):
-            print(f"note    {name} stays {flags[name]}: its weights are in {last}")
+            print(f"note    {name} was {flags[name]} and stays so: the weights are in {last}")
         elif flags.get(name, value) != value and not unimportant:
             print(f"note    {name} was {flags[name]}, is {value}")
     print(f"resumed after epoch {saved['epoch']}")
