@@ -6,9 +6,9 @@ here; an earlier anonymous version has others. Release: https://github.com/TonyL
 
 MAE's decoder lets hidden patches attend to one another, which they do little (Sec. 1). Here a mask
 token is a query that cross-attends to the encoder's tokens and to nothing else, so that a patch's
-prediction is the same whichever others are asked for: the loss takes a random subset of the hidden
-patches and nothing is computed for the rest. Each decoder block reads its own learnt mix of the
-feature maps of all encoder blocks.
+prediction is the same whichever others are asked for: the loss may take a random subset of the
+hidden patches (`prediction_ratio`), and nothing is computed for the rest. Each decoder block reads
+its own learnt mix of the feature maps: the first encoder block's input and all blocks' outputs.
 
     B images, L patches, K visible, M predicted, D encoder width, E decoder width, p patch side
     n feature maps f_1 ... f_n of (B,1+K,D); W (decoder depth,n) the weights of their mixes
@@ -18,14 +18,17 @@ feature maps of all encoder blocks.
 Where paper and release differ, and what is done here:
   1. Sec. 3.4 draws the mixing weights from N(0, 1/n); the release then overwrites them by xavier's.
      We follow the paper. n is the number of maps (A.3), 13 for ViT-B: 12 blocks and the input.
+     (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
   2. Sec. 3.3 predicts a share of the patches. As released, int(L (mask ratio - prediction ratio))
      hidden patches are skipped and the others predicted: at 0.75 and 0.15 of 64 patches 10, not
      int(9.6) = 9.
   3. Predicted are the hidden patches with the highest noise, as released: a uniform choice with
      random masks and, at 75%, grid masks (Table 15: `--mask grid`). With `--mask block` it is not
-     uniform: the rectangles that are hidden first are always predicted.
-  4. Mask tokens are the queries, encoder tokens keys and values. Sec. 4.4 exchanges these roles;
-     Figure 4's caption calls the encoder's output "keys and queries", a slip for values.
+     uniform: the rectangles that are hidden first are always predicted; nor with a 0/1 mask as
+     noise: its last hidden patches in raster order are.
+  4. Mask tokens are the queries, encoder tokens keys and values, the class token's too (release).
+     Sec. 4.4 exchanges these roles and counts visible patches alone; Figure 4's caption calls the
+     encoder's output "keys and queries", a slip for values.
   5. With mixing, the encoder has no final norm; each mix has its own. Without (feature_maps "last",
      Table 3d's one map) the release forgets to build the norm that it calls: here it is the
      encoder's final one.
@@ -41,8 +44,8 @@ Where paper and release differ, and what is done here:
  11. Appendix D takes the norm before the head to be linear, which it is once its standard deviation
      is fixed: `contributions` takes that of the last block's output.
  12. Slips: A.6 says 0.75 for Table 1, which has rows of 0.25 too, and Sec. 3.4 for the scaling of
-     the learning rate, which is in 3.3. The last row of Table 5 follows one of partial
-     reconstruction (0.25), but has the minutes of 0.75 in Table 4.
+     the learning rate, which is in 3.3. The last two rows of Table 5, without and with inter-block
+     attention, have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.
 """
 
 import torch
@@ -77,7 +80,8 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block: [self-attention of the queries,] cross-attention, an MLP."""
+    """A pre-norm decoder block: self-attention of the queries (on request), cross-attention to y,
+    an MLP. Queries x (B,M,E) and encoder tokens y (B,1+K,D) -> (B,M,E)."""
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
         super().__init__()
@@ -99,7 +103,8 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults: the paper's (Sec. 4.2, A.6), ViT-B/16 with normalised targets.
+    features. Defaults: the paper's (Sec. 4.2, A.6), ViT-B/16 with normalised targets, which only
+    the caption of Figure 5 implies.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
@@ -145,7 +150,7 @@ class CrossMAE(nn.Module):
                              f"none of {L} patches")
         if decoder_depth < 1:
             raise InputError(f"decoder_depth {decoder_depth} is less than 1")
-        # A.6: lr = base_lr batch / 256 gamma / p, prediction ratio gamma and mask ratio p
+        # A.6: lr = gamma base_lr batchsize / (256 p), prediction ratio gamma, mask ratio p
         self.lr_scale = prediction_ratio / mask_ratio
         p, q = self.encoder.patch_size
 
@@ -159,7 +164,8 @@ class CrossMAE(nn.Module):
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         if mix_maps:
             blocks = range(depth) if feature_maps == "all" else feature_maps
-            blocks = [blocks] if isinstance(blocks, (int, str)) else list(blocks)
+            if isinstance(blocks, (int, float, str)):      # one block; no word but all and last
+                blocks = [blocks]
             if (not set(blocks) <= set(range(depth)) or depth - 1 not in blocks
                     or len(set(blocks)) < len(blocks)):
                 raise InputError(f"feature_maps {feature_maps} is not all, last or a list of "
@@ -170,8 +176,9 @@ class CrossMAE(nn.Module):
             n = len(self.map_ids)
             if softmax_weights and n == 1:
                 raise InputError("softmax_weights of one map are 1: mix more")
-            self.map_proj = nn.ModuleList(
-                nn.Linear(dim, dim) for _ in range(n if project_maps else 0))
+            self.map_proj = nn.ModuleList()                            # Table 9, else empty
+            if project_maps:
+                self.map_proj.extend(nn.Linear(dim, dim) for _ in self.map_ids)
             self.dec_norms = nn.ModuleList(
                 nn.LayerNorm(dim, eps=1e-6) for _ in range(decoder_depth))
             self.wfm = nn.ModuleDict({                                 # named as released
@@ -213,9 +220,9 @@ class CrossMAE(nn.Module):
 
     def forward(self, images, noise=None):
         """Images (B,C,H,W), normalised, and noise (B,L; None: random) -> the loss, the mean squared
-        error of the predicted patches, a float32 scalar, and {"loss": the same, detached}. Of
-        random masks and without self_attention, it is an unbiased estimate of that of all hidden
-        ones (Sec. 3.3)."""
+        error of the predicted patches, a float32 scalar, and {"loss": the same, detached}. With
+        random masks and without self_attention, the loss is an unbiased estimate of the loss over
+        all hidden patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.skipped:]                               # (B, M) a random subset
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, M, p*p*C)
@@ -226,7 +233,7 @@ class CrossMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised -> the same as decoded, and the mask (B,L), 1 = hidden.
-        Nothing is copied: visible patches are predicted too, for which the loss does not train.
+        Nothing is copied: visible patches are predicted too, although the loss leaves them out.
         mask_ratio: None for the model's own. leak_free: see ViT.paste_patches. ValueError if noise
         is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
@@ -247,7 +254,7 @@ class CrossMAE(nn.Module):
         to that of the last output; the biases of norm and head are in the first part."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, L-K, E) f_0
-        parts = [x]                                                    # g_0 = f_0
+        parts = [x]                                                    # first f_0, then each g_i
         for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
             output = block(x, y)                                       # f_i, from f_{i-1}
             parts.append(output - x)                                   # g_i = f_i - f_{i-1}
@@ -277,7 +284,7 @@ class CrossMAE(nn.Module):
         cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
         figures = {"contributions": (
             "visible patches, the part of mask token and position, that of each decoder block, all "
-            "together", torch.stack(cells, dim=1))}                    # 2 + 1 + decoder depth
+            "together", torch.stack(cells, dim=1))}        # (B, 3 + decoder depth, C, H, W)
         if self.mix_maps:
             W = self.map_weights()                                     # (decoder depth, n)
             values = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)

@@ -1,15 +1,15 @@
-"""HyperMAE: tokens become one layer of a small MLP, which predicts patches by their position.
+"""HyperMAE: a ViT predicts one layer of a small MLP, which maps patch coordinates to pixels.
 
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
 Release: https://github.com/cvlab-stonybrook/HyperMAE
 
-Weight tokens go through a few ViT blocks (Feat2W) together with the encoded visible patches, and
+Learnt weight tokens go through a few ViT blocks (Feat2W) with the encoded visible patches, and
 become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
 pixels: an implicit neural representation of the image, of which all other layers are shared by all
 images. There are no mask tokens: a hidden patch costs one pass through a small MLP.
 
     B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
-    N patches that are predicted, p patch side
+    N patches that are predicted, p patch side, T (h,n) the learnt transformation matrix
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,N,2) and M -> PaCo-MLP -> pixels (B,N,p*p*C)
 
@@ -18,7 +18,8 @@ Where paper and release differ, and what is done here:
      and after M, so that three linear layers follow one another there. As released by default;
      `relu_around_m` does as the text says.
   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release builds it and never calls it:
-     Feat2W gets the last block's output. Here there is none.
+     Feat2W gets the last block's output. Here there is none, nor one after Feat2W (as released).
+     Weight tokens and T start with a deviation of 0.02, as released.
   3. The release adds 0.5 to the pixels, on top of the last layer's bias (`out_bias`). As released.
   4. The release predicts all patches, Algorithm 1 only the hidden ones. The release projects all
      tokens of Feat2W, Algorithm 1 the weight tokens. Both as in the paper. Sec. 2.2 appends weight
@@ -52,8 +53,8 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x, with x the row and then
-    the column, and dim/2 frequencies f in equal ratios from 1 to sigma. Always in float32, as the
-    phase reaches pi sigma. (minr.py has it too.)"""
+    the column, and dim/2 frequencies f, geometrically spaced from 1 to sigma. Always in float32:
+    phases up to pi sigma are too large for half precision. (minr.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -122,11 +123,10 @@ class HyperMAE(nn.Module):
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
         self.proj = nn.Linear(dim, hidden_dim)                         # Proj
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
-        # widths[i] is the number of inputs of layer i. M replaces layer modulated_layer: without
-        # it, the layers before and after it meet in the list, both of width h at that place
-        rows = widths.pop(modulated_layer)                             # inputs of M
-        self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))
-        self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        shapes = list(zip(widths, widths[1:]))             # (inputs, outputs) of each layer
+        rows, _ = shapes.pop(modulated_layer)              # M's: (h, h), or (2 pe_dim, h)
+        self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))    # (h, n)
+        self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in shapes)  # all layers but M
         self.apply(init_weights)
 
     def encode(self, images, ids_keep):
@@ -137,7 +137,7 @@ class HyperMAE(nn.Module):
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_class_token(x)                            # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
-            x = block(x)                                               # (B, 1+K, D) F^12, Sec. 2.1
+            x = block(x)                                   # (B, 1+K, D) F^12, if none is shared
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D)
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
@@ -148,7 +148,7 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """The PaCo-MLP (Sec. 2.2, Algorithm 1): coordinates (B,N,2), or (N,2) for all images, and M
         (B,h,h), without a bias -> pixels (B,N,p*p*C), out_bias added (item 3). ReLU between layers,
-        but only if relu_around_m also right before and after M (item 1)."""
+        except right before and after M, unless relu_around_m (item 1)."""
         mod = self.modulated_layer
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # PositionalEmbedding(pco, h)
         z = z.to(M.dtype)                                              # (B, N, 2 pe_dim)
@@ -162,7 +162,7 @@ class HyperMAE(nn.Module):
         for i in range(mod, len(self.paco_mlp)):                       # layers after modulation
             if i > mod:
                 z = F.relu(z)
-            z = self.paco_mlp[i](z)                                    # (B, N, h), at last pixels
+            z = self.paco_mlp[i](z)                        # (B, N, h); the last: (B, N, p*p*C)
         return z + self.out_bias                                       # (B, N, p*p*C)
 
     def forward(self, images, noise=None):
@@ -182,7 +182,7 @@ class HyperMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised -> the same as decoded, and the mask (B,L), 1 = hidden.
-        Nothing is copied: visible patches are predicted too, for which only loss_on "all" trains.
+        Nothing is copied: visible patches are predicted too, although only loss_on "all" has them.
         mask_ratio: None for the model's own. leak_free: see ViT.paste_patches. ValueError if noise
         is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio

@@ -10,24 +10,27 @@ subordinate one (of the smaller weight), branch 2 the dominant one. Distillation
 towards the latent that a frozen MAE, the teacher, has of that image unmixed.
 
     B images, L patches, K visible, M = L - K hidden, D encoder width, E decoder width, p patch side
-    x = images and y = partners; a the weight of x (Algorithm 1's alpha, `mix` in the code);
+    x = images and y = partners; a the weight of x: Algorithm 1's alpha, `mix` in the code, where
+    Algorithm 1's mix is `mixture`;
     x_1 and x_2 the same two, subordinate and dominant; z_1, z_2 the branches' latents, w_1, w_2 the
     teacher's. Algorithm 1's E_i and D_i are i-MAE's encoder and decoder, one for both branches
     a x + (1-a) y (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's hidden patches (B,M,p*p*C)
 
 Where paper and release differ, and what is done here:
-  1. Algorithm 1 gives the teacher both images, whole and unmixed. The release gives it the
-     student's visible patches, but computes both latents from the mixture. Here: the visible
-     patches, as released, of the unmixed images, as in the paper.
+  1. Algorithm 1 leaves masking out, of the teacher's input as of the student's, and gives the
+     teacher the unmixed images. The release gives it the student's visible patches, but computes
+     both latents from the mixture. Here: those patches, as released, of the unmixed images.
   2. Algorithm 1's l2_loss(z1, x1) means w1. What is compared are the teacher's latents after its
-     decoder embedding, and z after F_1 and F_2, which map to the decoder's width (release).
-  3. At exactly a = 0.5 the first image is the subordinate one (release; Algorithm 1: the second).
+     decoder embedding, and z after F_1 and F_2, which map to the decoder's width; the l2_loss is
+     the mean over all values, the class token's too (release).
+  3. At exactly a = 0.5, x is the subordinate image (release; Algorithm 1: y).
   4. The branches' losses are added, not averaged (the paper and the release).
   5. Algorithm 1 always normalises targets; Section 1 has plain pixels on CIFAR and Tiny-ImageNet.
      The release accepts norm_pix_loss and ignores it; here it works.
   6. The release keeps MAE's decoder embedding but never uses it; the branches are initialised from
-     it when training starts from an MAE (`--init` here). Otherwise they start from xavier's.
+     it when training starts from an MAE (`--init` here). Otherwise they start from xavier's, in the
+     release from torch's default.
   7. The paper mixes within the batch; train.py draws partners from the whole data set
      (draw_partners), so that `--same_class` can be exact. Bare calls use the batch.
   8. ImageNet: Section 1 says MAE's settings, blr 1.5e-4 among them, Table 1 says blr 1e-3: as in
@@ -60,7 +63,7 @@ class IMAE(nn.Module):
         decoder_dim: width of the decoder (MAE's)
         decoder_depth: number of decoder blocks (MAE's)
         decoder_heads: attention heads of the decoder (MAE's)
-        branches: 2, or 1 for the subordinate image alone (Section 3)
+        branches: 2, or 1 for the subordinate image alone (Section 2)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         mix: a fixed weight of the first image; None: it is drawn
         distill_weight: weight of the distillation loss, Algorithm 1's c; None: 1 with a teacher, 0
@@ -86,7 +89,7 @@ class IMAE(nn.Module):
         super().__init__()
         if branches not in (1, 2):
             raise InputError(f"branches {branches} is not 1 or 2")
-        if not beta > 0:
+        if not beta > 0:                                   # also if it is nan
             raise InputError(f"beta {beta} is not above 0")
         if distill_weight is None:
             distill_weight = 1.0 if teacher else 0.0
@@ -129,12 +132,13 @@ class IMAE(nn.Module):
 
     def encode(self, mixture, ids_keep):
         """A mixture's visible patches ids_keep (B,K) -> the latents [z_1, z_2], (B,1+K,E) each."""
-        latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mix)
-        return [F_i(latent) for F_i in self.decoder_embed]             # z_1, z_2 = F(E_i(mix))
+        latent = self.encoder(mixture, ids_keep)                       # (B, 1+K, D) E_i(mixture)
+        return [F_i(latent) for F_i in self.decoder_embed]             # z_1 = F_1(latent), z_2
 
     def decode(self, z, ids_keep, ids_mask, count):
         """A latent z (B,1+K,E) -> predictions (B,count,p*p*C) of the last `count` tokens. Their
-        order is class token, visible, hidden: M are the hidden patches, L all. (As in mae.py.)"""
+        order is class token, visible, hidden: the last M are the hidden patches, the last L all
+        patches. (As in mae.py.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) visible patches
@@ -153,16 +157,18 @@ class IMAE(nn.Module):
         """Images and partners (B,C,H,W), normalised, noise (B,L; None: random) and mix, the weight
         of images, a number or (B,) (None: draw_mix) -> the loss, a float32 scalar, and its parts,
         detached: {"loss", "subordinate", "dominant" (if there is that branch), "distill" (before
-        distill_weight)}. Branches add the mean squared errors of their image's hidden patches and,
-        for distill, of their latent from the teacher's (items 1, 4). Partners: Algorithm 1's
-        perm(img), which train.py draws; None: each image's predecessor in the batch."""
+        distill_weight)}. Each branch adds the mean squared error of its image's hidden patches and,
+        to distill, that between its latent and the teacher's (items 1, 2, 4). Partners: Algorithm
+        1's perm(img), which train.py draws; None: the image before, in the batch."""
         partners = images.roll(1, 0) if partners is None else partners
         mix = self.draw_mix(images.device) if mix is None else mix
         mixture, xs = self.mixture(images, partners, mix)              # x_1, x_2
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        recon, distill, ws = [], torch.zeros((), device=images.device), (None, None)
+        recon, distill = [], torch.zeros((), device=images.device)
+        ws = (None, None)
         if self.distill_weight > 0:                                    # both in one call: faster
-            ws = self.teach(torch.cat(xs), ids_keep.repeat(2, 1)).chunk(2)  # w_i = E_m(x_i)
+            n = len(self.decoder_embed)                                # branches
+            ws = self.teach(torch.cat(xs[:n]), ids_keep.repeat(n, 1)).chunk(n)  # w_i = E_m(x_i)
         for z, x, w in zip(self.encode(mixture, ids_keep), xs, ws):    # z_i, w_i (B, 1+K, E), x_i
             pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # p_1, p_2 = D_i(z)
             target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # t_i = norm_pix(x_i)
@@ -178,7 +184,7 @@ class IMAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised and not mixed -> the same as decoded by the last branch (the
         dominant one, unless `branches` is 1), and the mask (B,L), 1 = hidden. Nothing is copied:
-        visible patches are predicted too, for which the loss does not train. mask_ratio: None for
+        visible patches are predicted too, although the loss leaves them out. mask_ratio: None for
         the model's own. leak_free: see ViT.paste_patches. ValueError if noise is a 0/1 mask of
         another mask_ratio."""
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
@@ -206,7 +212,7 @@ class IMAE(nn.Module):
         mix = self.mix
         if mix is None:
             mix = torch.distributions.Beta(self.beta, self.beta).sample().item()
-        return torch.full((), mix, device=device)          # on the device: a copy could wait for it
+        return torch.full((), mix, device=device)          # filled there: no copy from the CPU
 
     def from_mae(self, state):
         """A state dict in this model's names: an MAE's decoder embedding becomes all branches'."""
@@ -218,8 +224,8 @@ class IMAE(nn.Module):
                     state[f"decoder_embed.{i}.{part}"] = value
         return state
 
-    def one_mask(self, images):
-        """The same noise (B,L) for all images."""
+    def same_noise(self, images):
+        """The same noise (B,L) for all images, in each call: one mask for all."""
         return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
 
     def figures(self, images):
@@ -229,11 +235,11 @@ class IMAE(nn.Module):
             return {}
         x1, x2, rows = images[:1], images[1:2], []
         for a in MIXES:
-            (decoded, *_), mask = self.unmix(x1, x2, a, self.one_mask(x1))
+            decoded, mask = self.unmix(x1, x2, a, self.same_noise(x1))  # of each branch
             mixture, _ = self.mixture(x1, x2, a)
             masked = mixture * (1 - self.encoder.pixels_of(mask))
-            pasted = self.encoder.copy_visible(decoded, mixture, mask)
-            rows.append(torch.cat([mixture, masked, decoded, pasted, x1, x2]))
+            pasted = self.encoder.copy_visible(decoded[0], mixture, mask)
+            rows.append(torch.cat([mixture, masked, decoded[0], pasted, x1, x2]))
         return {"unmix": (
             "a row for each weight of the subordinate image, 0.05 to 0.45: mixture, masked, "
             "subordinate image as predicted, with the mixture's visible patches, subordinate "
@@ -245,7 +251,7 @@ class IMAE(nn.Module):
         "teacher NAME": w}, (N,1+K,D or E) each. All under one mask: token t is the same patch."""
         parts = defaultdict(list)
         for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
-            ids_keep, _, _ = self.encoder.mask(x, self.one_mask(x), self.mask_ratio)
+            ids_keep, _, _ = self.encoder.mask(x, self.same_noise(x), self.mask_ratio)
             mixture, xs = self.mixture(x, y, mix)
             mixed = self.encoder(mixture, ids_keep)
             parts["mixed"].append(mixed)
@@ -260,7 +266,7 @@ class IMAE(nn.Module):
         from mixtures with the image before."""
         decibels = []
         for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
-            decoded, mask = self.unmix(x, y, mix, self.one_mask(x))
+            decoded, mask = self.unmix(x, y, mix, self.same_noise(x))
             hidden = self.encoder.pixels_of(mask)                      # (b, 1, H, W)
             error = (denormalize(decoded[0], self) - denormalize(x, self)).square()
             error = (error * hidden).mean((1, 2, 3)) / hidden.mean((1, 2, 3))
@@ -300,18 +306,18 @@ class IMAE(nn.Module):
 
 
 def draw_partners(indices, labels, same_class, generator):
-    """Partners of the images `indices` (n,) of the N in labels (N,): any other image or, by
-    semantics-enhanced sampling (Section 1, Table 2), a share same_class in 0 ... 1 (its r) of the
-    same class and the others of another. Exactly: the k-th has one of its class if
-    floor((k+1) r) > floor(k r), which spreads them evenly over the batches."""
+    """Partners (n,) of the images `indices` (n,), out of the N images with labels (N,). same_class
+    None: any other image. Otherwise semantics-enhanced sampling (Section 1, Table 2): a share r =
+    same_class of the partners, 0 ... 1, is of the same class, the others are of another. The k-th
+    is of the same class if floor((k+1) r) > floor(k r), which spreads them evenly over batches."""
     N, n = len(labels), len(indices)
-    u = torch.rand(n, dtype=torch.float64, generator=generator)
+    u = torch.rand(n, dtype=torch.float64, generator=generator)   # one draw for each partner
 
-    def draw(count):                                       # a number from 0 to count - 1 each
+    def choose(count):                                     # u as a number from 0 to count - 1
         return (u * count).long()
 
     if same_class is None:
-        return (indices + 1 + draw(N - 1)) % N
+        return (indices + 1 + choose(N - 1)) % N
     k = torch.arange(n, dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
     # all images, one class after the other: labels 1 0 1 0 give by_class 1 3 0 2
@@ -320,22 +326,22 @@ def draw_partners(indices, labels, same_class, generator):
     sizes = labels.bincount()
     size = sizes[labels[indices]]                          # of its class
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # of its class in by_class
-    mate = start + (place - start + 1 + draw(size - 1)) % size         # in the class, not itself
-    other = (start + size + draw(N - size)) % N                        # outside, after the class
+    mate = start + (place - start + 1 + choose(size - 1)) % size       # in the class, not itself
+    other = (start + size + choose(N - size)) % N                      # outside, after the class
     return by_class[torch.where(same, mate, other)]
 
 
 def check_same_class(labels, classes, same_class):
     """ValueError if images of these labels (N,) and class names (none: unlabelled) have no partners
     for draw_partners' share same_class."""
-    sizes = labels.unique(return_counts=True)[1]
     if same_class is None:
         return
+    sizes = labels.unique(return_counts=True)[1]           # of each class
     lacks_mates = same_class > 0 and sizes.min() < 2
     lacks_others = same_class < 1 and len(sizes) < 2
     if not classes or lacks_mates or lacks_others:
-        raise InputError(f"--same_class {same_class} needs class folders, of two and more images "
-                         f"each for a share above 0, two and more for one below 1")
+        raise InputError(f"--same_class {same_class} needs class folders: if above 0, with two or "
+                         f"more images each; if below 1, two or more folders")
 
 
 def teacher_of(checkpoint, config):
@@ -348,7 +354,7 @@ def teacher_of(checkpoint, config):
         raise InputError("the teacher is not an MAE with a decoder, or has inter-block attention")
     theirs = {**sizes, "decoder_dim": len(state["decoder_embed.weight"])}
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
-        if pair(theirs[name]) != pair(config[name]):       # pair: 8 is (8, 8)
+        if pair(theirs[name]) != pair(config[name]):       # a size may be 8 or (8, 8)
             raise InputError(f"the teacher has {name} {theirs[name]}, this model {config[name]}")
     return ({name: sizes[name] for name in ("dim", "depth", "heads")},
             {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})

@@ -124,7 +124,7 @@ class MAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Images (B,C,H,W), normalised -> the same as decoded, and the mask (B,L), 1 = hidden.
-        Nothing is copied: visible patches are predicted too, for which the loss does not train.
+        Nothing is copied: visible patches are predicted too, although the loss leaves them out.
         mask_ratio: None for the model's own. leak_free: see ViT.paste_patches. ValueError if noise
         is a 0/1 mask of another mask_ratio."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio

@@ -52,8 +52,8 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Coordinates (...,2) -> (...,2 dim): cosines, then sines, of pi f x, with x the row and then
-    the column, and dim/2 frequencies f in equal ratios from 1 to sigma. Always in float32, as the
-    phase reaches pi sigma. (hypermae.py has it too.)"""
+    the column, and dim/2 frequencies f, geometrically spaced from 1 to sigma. Always in float32:
+    phases up to pi sigma are too large for half precision. (hypermae.py has it too.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)

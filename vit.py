@@ -1,9 +1,9 @@
-"""A small Vision Transformer and what three or more methods share: patches, positions, masking,
-released names. Nothing here knows a method.
+"""A plain Vision Transformer and what three or more methods share: patches, positions, masking,
+released names. Nothing here knows a method, but for the names of its parameters, at the end.
 
 Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below), with the fixed
-positions, the initialisation and the masking by noise of He et al., Masked Autoencoders Are
-Scalable Vision Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/mae
+positions, the initialisation and the masking of He et al., Masked Autoencoders Are Scalable Vision
+Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/mae.
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
@@ -94,7 +94,7 @@ def normalize(images, model):
 
 
 def denormalize(images, model):
-    """The model's input or output (B,C,H,W) -> images of values 0 ... 1, float: x * std + mean."""
+    """The model's input or output (B,C,H,W) -> float images, x * std + mean, clamped to 0 ... 1."""
     mean = torch.tensor(model.mean, device=images.device).view(-1, 1, 1)   # (C, 1, 1)
     std = torch.tensor(model.std, device=images.device).view(-1, 1, 1)     # (C, 1, 1)
     return (images.float() * std + mean).clamp(0, 1)
@@ -102,10 +102,10 @@ def denormalize(images, model):
 
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
-    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1); the first, the class
-    token's, is zero. The first half of the channels has the column, the second the row, each
-    [sin | cos] of n = dim/4 frequencies 10000 ** -(i/n), i from 0. InputError unless dim is a
-    multiple of 4."""
+    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1; their layout: release); the
+    first, the class token's, is zero. The first half of the channels has the column, the second the
+    row, each [sin | cos] of its product with n = dim/4 frequencies 10000 ** -(i/n), i from 0.
+    InputError unless dim is a multiple of 4."""
     if dim % 4:
         raise InputError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
     h, w = grid
@@ -143,7 +143,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     """Noise (B,L) for masking(), where the lowest are visible. "random": uniform. "grid": one of
     every four patches, at even rows and columns, is lowest (MAE Figure 6, CrossMAE Table 15).
     "block": rectangles of 10 to 40% of the image, less where its border cuts them, are hidden one
-    after the other, as BEiT's."""
+    after the other (MAE Figure 6). BEiT's lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -153,7 +153,8 @@ def mask_noise(kind, B, grid, device=None, generator=None):
         n = 16                                             # rectangles, nearly always enough
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, aspect, y, x = draws                                     # (B, n, 1) each
-        area, aspect = 0.1 + 0.3 * area, 0.3 ** (2 * aspect - 1)       # height / width, to 1/0.3
+        area = 0.1 + 0.3 * area                                        # of the image's
+        aspect = 0.3 ** (2 * aspect - 1)                   # height / width, from 0.3 to 1 / 0.3
         rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
         cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
         inside = rows[:, :, :, None] & cols[:, :, None, :]             # (B, n, h, w)
@@ -165,8 +166,9 @@ def mask_noise(kind, B, grid, device=None, generator=None):
 
 
 def masking(noise, mask_ratio):
-    """MAE Sec. 3, "Masking": rank noise (B,L), the K lowest (visible_count) are visible -> ids_keep
-    (B,K) and ids_mask (B,L-K) in the order of the noise, and mask (B,L), floats, 1 = hidden."""
+    """A random subset is visible (MAE Sec. 3, "Masking"), by sorting noise (B,L) as released: the K
+    lowest (visible_count) -> ids_keep (B,K) and ids_mask (B,L-K) in the order of the noise, and
+    mask (B,L), floats, 1 = hidden."""
     K = visible_count(noise.shape[1], mask_ratio)
     order = noise.argsort(dim=1, stable=True)              # (B, L) of equal noise in raster order
     ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
@@ -234,7 +236,8 @@ def init_weights(module):
 
 
 class ViT(nn.Module):
-    """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing.
+    """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing;
+    `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim).
 
     Args:
         img_size, patch_size: int or (H, W) in pixels; InputError if they do not fit
@@ -263,18 +266,18 @@ class ViT(nn.Module):
         nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
     def check(self, images):
-        """The number of images. ValueError if channels or size are not this model's."""
+        """ValueError if channels or size of images (B,C,H,W) are not this model's."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
             raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
                              f"{(self.in_chans, *self.img_size)}")
-        return len(images)
 
     def mask(self, images, noise, mask_ratio, exact=False):
-        """masking() of noise (B,L; None: random): ids_keep (B,K), ids_mask (B,L-K), mask (B,L). The
-        noise may be a mask itself, 0 for visible and 1 for hidden patches. ValueError if it does
-        not fit the images or, with `exact`, if such a mask shows another number of patches than
-        mask_ratio does."""
-        B, L = self.check(images), self.num_patches
+        """Choose the visible patches (see masking): ids_keep (B,K), ids_mask (B,L-K), mask (B,L).
+        `noise` (B,L) is random if None, or may itself be a mask, 0 = visible and 1 = hidden.
+        ValueError if it does not fit the images or, with `exact`, if it is a mask with another
+        number of visible patches than mask_ratio gives."""
+        self.check(images)
+        B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
@@ -310,10 +313,10 @@ class ViT(nn.Module):
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
-            known = gather_patches(patches, ids)                       # (B, M, p*q*C) the truth
-            if leak_free:
-                known = gather_patches(patches, ids_keep).flatten(1)   # (B, K*p*q*C)
-                known = known[:, None]                                 # (B, 1, K*p*q*C)
+            if leak_free:                                              # (B, 1, K*p*q*C)
+                known = gather_patches(patches, ids_keep).flatten(1)[:, None]
+            else:
+                known = gather_patches(patches, ids)                   # (B, M, p*q*C) the truth
             _, mean, std = normalize_patches(known)                    # (B, M or 1, 1) each
             pred = pred * std + mean
         patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)
@@ -363,7 +366,7 @@ class ViT(nn.Module):
 
 # ----------------------------------------------------------------------------------- released names
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
-DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")
+DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")  # or a head's
 
 
 def from_released(state):
@@ -387,15 +390,15 @@ def encoder_sizes(state):
 
 def sizes_of(state, path, heads=None):
     """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
-    with `heads` (None: of the size in SIZES that is as wide). InputError if it is no ViT's."""
+    with `heads` (None: of the size in SIZES that is as wide). Its grid is taken to be square.
+    InputError if it is no ViT's."""
     try:
         sizes = encoder_sizes(state)
         side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
     except KeyError as error:
         raise InputError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
-    for size in SIZES.values():
-        if heads is None and size["dim"] == sizes["dim"]:
-            heads = size["heads"]
+    if heads is None:
+        heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"])
     if heads is None:
         raise InputError(f"{path} does not say its number of heads: give --heads")
     return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads)

@@ -363,7 +363,7 @@ def coordinates(*shape):
     sines="sines come before cosines.",
     pi="pi is missing.",
     double="the phase is 2 pi f x. The docstring says pi f x.",
-    linear="the frequencies have equal differences. They should have equal ratios.",
+    linear="the frequencies have equal differences. They should be geometrically spaced.",
     open="the last frequency should be sigma itself.",
     mixed="row and column alternate. All frequencies of the row come first.",
     column="the column comes before the row.")

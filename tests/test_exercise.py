@@ -117,7 +117,7 @@ return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)""", [
         ("math.pi * ", "", "pi is missing"),
         ("math.pi * ", "2 * math.pi * ", "2 pi f x"),
         ("(dim // 2 - 1)", "(dim // 2)", "sigma itself"),
-        ("sigma ** (k / (dim // 2 - 1))", "1 + k * (sigma - 1) / (dim // 2 - 1)", "equal ratios"),
+        ("sigma ** (k / (dim // 2 - 1))", "1 + k * (sigma - 1) / (dim // 2 - 1)", "geometrically"),
         ("coords[..., :1].double() * f, coords[..., 1:]", "coords[..., 1:] * f, coords[..., :1]",
          "column comes before"),
         ("phases = math", "phases = phases.unflatten(-1, (2, -1)).mT.flatten(-2)\nphases = math",

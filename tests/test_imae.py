@@ -125,7 +125,7 @@ def test_measures_find_what_is_there():
     """Of a mixture that is nearly the dominant image, that one's latent; PSNR by hand."""
     images = torch.randn(300, 3, 16, 24, generator=torch.Generator().manual_seed(4))
     model, val = build("imae", teacher=TEACHER), images[200:]
-    decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, model.one_mask(val))
+    decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, model.same_noise(val))
     hidden = model.encoder.pixels_of(mask).expand_as(val).bool()
     error = (denormalize(decoded[0], model) - denormalize(val, model)).square()
     wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
