@@ -111,10 +111,11 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         part = name.removeprefix("encoder.").split(".")
         embedding = part[0] in ("cls_token", "pos_embed", "patch_embed")
         layer = 0 if embedding else int(part[1]) + 1 if part[0] == "blocks" else n
-        decay = weight_decay * (p.ndim > 1 and part[0] not in ("cls_token", "pos_embed"))
+        decays = p.ndim > 1 and part[0] not in ("cls_token", "pos_embed")
         if p.requires_grad:
-            group = dict(params=[], weight_decay=decay, lr_scale=layer_decay ** (n - layer))
-            groups.setdefault((layer, decay), group)["params"].append(p)
+            group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
+                         lr_scale=layer_decay ** (n - layer))
+            groups.setdefault((layer, decays), group)["params"].append(p)
     return [*groups.values()]
 
 
@@ -149,9 +150,11 @@ def knn(model, train, args, img_size, temperature=0.07):
         dist.all_reduce(bank_labels)
 
     def score(images):
-        cosine, ids = (embed(images) @ bank.T).topk(min(args.k, len(bank)))          # (b, k)
+        features = embed(images)                                       # (b, D)
+        with torch.autocast(args.device.type, enabled=False):          # in 16 bits many would tie
+            cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k)
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
-        return votes.scatter_add(1, bank_labels[ids], (cosine.float() / temperature).exp())
+        return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())
     return score
 
 
@@ -229,6 +232,9 @@ def finetune(args):
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     apply_recipe(args, *RECIPES[args.mode], config, len(train.labels))
+    if args.mode == "linear" and args.batch_size <= args.world * args.accum:
+        raise InputError(f"--batch_size {args.batch_size}: the BatchNorm of --mode linear needs "
+                         f"two images for each process and --accum piece")
     if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)

@@ -123,7 +123,7 @@ class MINR(nn.Module):
         if modulated_layers is None:
             # Sec. 3.2: GINR's second layer, which is 1 when counted from 0
             modulated_layers = 1 if ginr else range(mlp_depth)
-        if isinstance(modulated_layers, int):              # also --modulated_layers 1
+        if isinstance(modulated_layers, (int, float)):     # also --modulated_layers 1
             modulated_layers = (modulated_layers,)
         modulated = sorted({*modulated_layers})
         if not modulated or not all(isinstance(i, int) and 0 <= i < mlp_depth for i in modulated):

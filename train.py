@@ -28,6 +28,7 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -189,8 +190,10 @@ def apply_recipe(args, recipe, small, config, n):
               f"not {recipe['batch_size']}")
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # for CrossMAE see lr_scale in pretrain
-    if not isinstance(args.betas, tuple) or len(args.betas) != 2 or max(args.betas) >= 1:
-        raise InputError(f"--betas {args.betas} are not two numbers below 1, as in 0.9,0.95")
+    pair_given = isinstance(args.betas, tuple) and len(args.betas) == 2
+    if not pair_given or not all(0 <= beta < 1 for beta in args.betas):
+        raise InputError(f"--betas {args.betas} are not two numbers from 0 to below 1, as in "
+                         f"0.9,0.95")
     if args.warmup_epochs > args.epochs > 0:
         if "warmup_epochs" in given:
             raise InputError(f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
@@ -237,6 +240,8 @@ def read_image(file):
     if data[:2].tolist() == [0xFF, 0xD8]:                  # as every JPEG starts
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode == "F":                                  # of any range
+        raise ValueError("its pixels are floating-point numbers")
     if image.mode.startswith("I"):                         # convert would cut off what is above 255
         image = image.point(lambda value: value / 256).convert("L")
     if "A" in image.mode or "transparency" in image.info:
@@ -312,7 +317,8 @@ def list_folder(root):
         if folders:
             print(f"note    {', '.join(folders[:3])} in {root} are not taken for classes: those "
                   f"are folders in train/ and val/")
-        codes = [zlib.crc32(os.path.relpath(file, root).encode()) for file in files]
+        names = [Path(file).relative_to(root).as_posix() for file in files]
+        codes = [zlib.crc32(os.fsencode(name)) for name in names]
         # a fixed limit, so that more files change nothing for these; one at least on each side
         limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
         train = [file for file, code in zip(files, codes) if code > limit]
@@ -758,6 +764,9 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         history.append(row)
         score, began = "", perf_counter()
         if scored:
+            if args.world > 1:
+                for buffer in model.buffers():             # a BatchNorm's differ after a step
+                    dist.broadcast(buffer, 0)
             scores, columns = evaluate()
             row.update(scores, eval_s=round(perf_counter() - began, 2))
             name, value = next(iter(scores.items()))
@@ -862,7 +871,9 @@ def compare(args):
         raise InputError(f"--eval runs in one process, not in {args.world}: python train.py --eval")
     rows, columns, notes, opened_size = [], [], [], None
     masks, data_given = args.masks or [args.mask], args.data is not None
-    for path in args.eval:
+    # Windows' shells leave runs/*/last.pt to the program
+    paths = [path for word in args.eval for path in sorted(glob(word)) or [word]]
+    for path in paths:
         content = read(path)
         if content["method"] == "classifier":
             print(f"note    {path} is passed over: finetune.py --mode eval evaluates it")
@@ -884,7 +895,9 @@ def compare(args):
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
         original, masked, _, copied = evaluate_psnr(model, val, args, masks[0])[1]
         columns += [copied] if columns else [original, masked, copied]
-        batches = [val_batches(x, args, opened_size, args.eval_images) for x in (train, val)]
+        # all in memory: for measures at most 1,000 images, for figures 8
+        most = min(args.eval_images, 1000) if hasattr(model, "measures") else 8
+        batches = [val_batches(x, args, opened_size, most) for x in (train, val)]
         images = [normalize(torch.cat([x for _, x, _ in batch]), model) for batch in batches]
         for title, table in model.measures(*images).items() if hasattr(model, "measures") else ():
             notes += [f"{path}: {title}", as_table(table)]
@@ -983,6 +996,8 @@ def run_cli(parser, work, argv):
                      + (f"; did you mean {near[0]}?" if near else ""))
     if argv is None:
         signal.signal(signal.SIGINT, interrupt)            # Ctrl-C
+        if hasattr(sys.stdout, "reconfigure"):             # not in a notebook
+            sys.stdout.reconfigure(errors="backslashreplace")          # names of other alphabets
     try:
         for name in ("img_size", "patch_size"):
             if getattr(args, name) is not None:

@@ -257,7 +257,8 @@ def epoch_of(spec, img_size, args):
     given = {name: getattr(args, name) for name in (*OWN, *SIZE, "size", "workers")}
     given |= dict(img_size="%d,%d" % img_size, patch_size="%d,%d" % pair(args.patch_size or 16),
                   data=args.data, device=args.device.type, epochs=1, warmup_epochs=0, eval_images=8)
-    options = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
+    options = [f"{name}={value}" for name, value in given.items()
+               if value is not None and value is not False]
     words = ["--method", method]
     for name, _, value in (option.partition("=") for option in options + own):
         words += {"True": [f"--{name}"], "False": [f"--no-{name}"]}.get(value, [f"--{name}", value])
@@ -308,7 +309,7 @@ def main(argv=None):
     option("--amp", choices=DTYPES, default="auto")
     option("--compile", action="store_true")
     option("--grad_checkpointing", action="store_true")
-    option("--device", help="cuda, mps or cpu (the best there is)")
+    option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
     option("--steps", type=count, default=20, help="that are measured (20)")
     option("--warmup", type=bounded_number(int, 0), default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its images")

@@ -118,12 +118,12 @@ def run_all(args, title, setup):
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
     cuda = torch.cuda.is_available() and args.device != "cpu"
     where = torch.cuda.get_device_name() if cuda else f"{cpu}, threads: {torch.get_num_threads()}"
-    commit = subprocess.getoutput("git rev-parse --short HEAD")
 
     def done():
         return {record["command"] for record in read_lines(args.out)}
 
     def record(encoder, column, seed, command):
+        commit = subprocess.getoutput("git rev-parse --short HEAD")
         numbers = run(command)
         if command not in done():
             line = dict(table=title, encoder=encoder, column=column, seed=seed, command=command,

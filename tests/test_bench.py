@@ -70,6 +70,7 @@ def test_checkpointing_and_bfloat16_need_less_memory():
     ("--method mae:decoder_dim=wide", "mae:decoder_dim=wide: "),
     ("--method mae:mask_ratio=2", "mask_ratio 2 is not between"),
     ("--method mae:amp=bf17", "amp not one of auto bf16"),
+    ("--device warp", "--device: invalid choice"),
     ("--steps 0", "--steps: 0 is not a number from 1"), ("--jpegs 4", "no --data FOLDER"),
     ("--data flat --jpegs 1", "--jpegs 1 is less than 2"), ("--data nowhere", "--data nowhere is")])
 def test_wrong_words(words, said, refused):

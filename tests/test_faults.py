@@ -37,6 +37,7 @@ train | --batch_size 41                        | --batch_size 41 is more than th
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
 train | --betas 0.9                            | --betas 0.9 ; two numbers
 train | --betas 0.9,2.0                        | --betas (0.9, 2.0) ; below 1
+train | --betas nan,0.9                        | --betas (nan, 0.9) ; two numbers
 train | --epoch 5                              | unrecognized: --epoch 5; did you mean --epochs?
 train | --batch-size 5                         | did you mean --batch_size?
 train | --seed 99999999999999999999            | --seed ; 99999999999999999999 is not a number
@@ -68,11 +69,14 @@ train | --name imae --resume --method imae     | teacher was runs/mae/last.pt, i
 train | --device cuda                          | --device cuda is not there for 1 processes
 train | --name tuned --resume                  | cannot be resumed: method was classifier, is mae
 train | --method crossmae --feature_maps 9     | feature_maps 9 ; from 0 to 1
+train | --method crossmae --feature_maps 1.5   | feature_maps 1.5 ; from 0 to 1
 train | --method crossmae --prediction_ratio 0.9 | prediction_ratio 0.9 ; at most mask_ratio 0.75
 train | --method hypermae --modulated_layer 7  | modulated_layer 7 is not between 0 and mlp_depth 6
 train | --method hypermae --pe_sigma inf       | --pe_sigma ; inf
 train | --method minr --hypernetwork transinr --groups 5 | groups 5 do not divide
 train | --method minr --modulated_layers 9     | modulated_layers (9,) are not layers from 0 to 4
+train | --method minr --modulated_layers 1.5   | modulated_layers (1.5,) are not layers
+tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; two images for each
 train | --method imae --same_class 2           | --same_class ; 2 is not a number from 0 to 1
 train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders
 train | --method imae --distill_weight 1       | distill_weight 1.0 needs a teacher: --teacher FILE
@@ -247,9 +251,10 @@ def test_unreadable_pictures_are_replaced(tmp_path, monkeypatch, capfd, side, wo
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2400)
     write_pictures(Path("data/val"), "ab", 3, side)
     bad = write_unreadable(Path("data/train/a"))
-    write_pictures(Path("data/train"), "ab", 14, side)     # 32 files
-    bad.append(Path("data/train/a/0.png"))
-    Image.new("RGB", (70, 70)).save(bad[-1])
+    write_pictures(Path("data/train"), "ab", 14, side)     # 33 files
+    bad += [Path("data/train/a/0.png"), Path("data/train/a/1.tif")]
+    Image.new("RGB", (70, 70)).save(bad[-2])
+    Image.new("F", (side, side), 0.5).save(bad[-1])        # not of 0 to 255
     train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", *words])
     said = "".join(capfd.readouterr()).splitlines()
     assert [sum(str(path) in line for line in said) for path in bad] == [1] * len(bad)

@@ -3,11 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import finetune
 import train
-from finetune import Classifier
+from finetune import Classifier, layer_decay_groups
 from mae import MAE
 from tests.conftest import ROOT, TINY, same, settings, stopping_after_two, together, write_pictures
 from tests.golden import load, replay, vit_args
@@ -95,6 +96,14 @@ def test_layer_decay_and_weight_decay(tune):
         assert (equal[name] != p).any(), name
 
 
+def test_groups_do_not_depend_on_weight_decay():
+    """A resumed run, whose weight decay may be another, has its moments by the order of these."""
+    model = classifier()
+    none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
+                  for x in (0.0, 0.05))
+    assert none == some
+
+
 def test_finetuning_and_probing_learn(tune, folder, capsys):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
     said = capsys.readouterr().out
@@ -155,8 +164,9 @@ def test_evaluating_a_checkpoint(tune, folder, mode, refused):
     assert sorted(Path().rglob("*")) == before
 
 
-def test_nearest_neighbours_by_hand():
-    """Of four unit-length mean patch tokens, exp(cosine / 0.07) each; also under autocast."""
+def test_nearest_neighbours_by_hand(monkeypatch):
+    """Of four unit-length mean patch tokens, exp(cosine / 0.07) each; under autocast, too, whose 16
+    bits are for the model alone."""
     model = classifier(probe=True, norm=True).eval()       # it seeds, too
     pictures = torch.randint(0, 256, (9, 3, 16, 16), dtype=torch.uint8)
     pictures[:, 0] = pictures[:, 0] // 8 + 25 * torch.arange(9).byte()[:, None, None]
@@ -165,9 +175,14 @@ def test_nearest_neighbours_by_hand():
     tokens = model.encoder(normalize(torch.cat([pictures, query]), model))[:, 1:].mean(1)
     for cosine, label in sorted(zip(F.cosine_similarity(tokens[:9], tokens[9:]), labels))[-4:]:
         wanted[label] += (cosine / 0.07).exp()
+    topk, ranked = torch.Tensor.topk, []
+    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k: (ranked.append(x.dtype), topk(x, k))[1])
     for dtype in (torch.float32, torch.bfloat16):
-        found += finetune.knn(model, split, settings(k=4, dtype=dtype), (16, 16))(query)
-    assert torch.allclose(found[0], wanted, rtol=1e-4)
+        args = settings(k=4, dtype=dtype)
+        score = finetune.knn(model, split, args, (16, 16))
+        with train.autocast(args):                         # as evaluate calls it
+            found += score(query)
+    assert torch.allclose(found[0], wanted, rtol=1e-4) and ranked == [torch.float32] * 2
     assert not torch.equal(*found) and torch.allclose(*found, rtol=0.2)
 
 
@@ -293,8 +308,23 @@ def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
     assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 
 
+def alike(_, *words):
+    """finetune.py, whose evaluations must be of the same model on both processes."""
+    evaluate = finetune.evaluate
+
+    def compared(score, *inputs):
+        mean = score.__self__.head[0].running_mean         # score is the model's classify
+        means = [torch.zeros_like(mean) for _ in range(2)]
+        dist.all_gather(means, mean)
+        assert torch.equal(*means)
+        return evaluate(score, *inputs)
+    finetune.evaluate = compared
+    finetune.main([*map(str, words)])
+
+
 def test_two_processes(tune, folder):
-    """Neighbours, training and validation as by one; a probe, whose BatchNorm sees half a batch."""
+    """Neighbours, training and validation as by one; a probe, whose BatchNorm sees half a batch,
+    and which is validated with the statistics that are saved."""
     words = ["--data", folder, "--checkpoint", "runs/mae/last.pt", *TINY[8:], "--name", "two"]
     neighbours = ["--mode", "knn", "--k", "3", "--labels", "0.2"]
     row, said = tune(*neighbours)[1], together("finetune.py", *words, *neighbours)
@@ -303,5 +333,5 @@ def test_two_processes(tune, folder):
     two, (one, row) = train.read("runs/two/last.pt"), tune("--optimizer", "sgd")
     assert same(one["model"], two["model"], atol=1e-6) and one["flags"]["lr"] > 1e-3
     assert two["history"][-1]["top1"] == pytest.approx(row["top1"], abs=1e-3)
-    together("finetune.py", *words, "--mode", "linear", "--overwrite")
+    together("finetune.py", *words, "--mode", "linear", "--overwrite", work=alike)
     assert train.read("runs/two/last.pt")["config"]["probe"]

@@ -1,4 +1,5 @@
 import argparse
+import io
 import json
 import math
 import multiprocessing
@@ -80,6 +81,24 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     for name in low:
         (tmp_path / "low" / name).touch()
     assert [len(part) for part, *_ in train.list_folder(tmp_path / "low")] == [1, 1]
+
+
+def test_names_in_any_encoding(tmp_path, monkeypatch):
+    """Bytes that are not UTF-8, as of an old archive; and a console that has no letter of them."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "画像"
+    write_pictures(folder, "x", 40)
+    try:
+        (folder / "x/0.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
+    except OSError:                                        # not on every system
+        pytest.skip("this system's names are Unicode")
+    console = io.TextIOWrapper(io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", str(folder), *TINY, *DECODER])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    train.main()
+    console.flush()
+    assert rb"mae_\u753b\u50cf" in console.buffer.getvalue()
 
 
 def test_the_size_is_of_a_sample(tmp_path):
@@ -820,15 +839,25 @@ def test_eval_of_normalised_patches(pretrain):
     assert honest["psnr_hidden"] < flattered["psnr_hidden"]
 
 
-def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
-    """i-MAE's separability and mixtures, CrossMAE's and MINR's pictures, MAE's attention."""
+def test_eval_shows_what_is_special_to_a_method(pretrain, capsys, monkeypatch):
+    """i-MAE's separability and mixtures, CrossMAE's and MINR's pictures, MAE's attention; of few
+    images, as they are all in memory. A pattern that the shell has left is filled in."""
     pretrain()
     for name, own in (("crossmae", DECODER), ("minr", flags(BASE["minr"])), ("imae", [
             *DECODER, "--teacher", "runs/mae/last.pt"])):
         pretrain("--method", name, name=name, own=own)
     capsys.readouterr()
-    files = [f"runs/{name}/last.pt" for name in ("mae", "crossmae", "minr", "imae")]
-    rows = train.main(["--workers", "0", "--mask_ratios", "0.75", "--eval", *files])
+    loaded, batches = [], train.val_batches
+    monkeypatch.setattr(train, "val_batches", lambda data, args, size, most: (
+        loaded.append(most), batches(data, args, size, most))[1])
+    rows = train.main(["--workers", "0", "--mask_ratios", "0.75", "--eval_images", "5000",
+                       "--eval", "runs/[cm]*/last.pt", "runs/imae/last.pt"])
+    most = {"mae": 1000, "crossmae": 8, "minr": 8, "imae": 1000}       # images in memory
+    assert [row["checkpoint"] for row in rows] == [
+        os.path.join("runs", name, "last.pt") for name in ("crossmae", "mae", "minr")] + [
+        "runs/imae/last.pt"]
+    assert loaded == [n for row in rows
+                      for n in (5000, 5000, *[most[Path(row["checkpoint"]).parent.name]] * 2)]
     said = capsys.readouterr().out
     assert len(rows) == 4 and "share of visible" in said and "subordinate" in said
     for name, columns in (("crossmae/contributions", 4), ("minr/rendered", 2), ("imae/unmix", 6)):
