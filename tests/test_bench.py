@@ -1,5 +1,7 @@
 """The benchmark measures what it says."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,20 +21,23 @@ def test_a_row_for_every_method(capsys):
     rows, said = measured("--method", *METHODS), capsys.readouterr().out
     assert [row["method"] for row in rows] == [*METHODS]
     assert as_table(rows) in said and torch.__version__ in said and "attention: CPU" in said
-    for row in rows:
-        assert float(row["img/s"]) == pytest.approx(4e3 / float(row["ms/step"]), rel=1e-2)
-    assert rows[0]["time"] == rows[0]["memory"] == 1
 
 
-def test_arguments_of_a_method_and_several_sizes():
+def test_arguments_of_a_method_and_several_sizes(monkeypatch):
+    """By a clock that says that each step takes a second."""
+    monkeypatch.setattr(bench.time, "perf_counter", itertools.count().__next__)
     rows = measured("--method", "mae" + DECODER, f"crossmae{DECODER}:feature_maps=1,3:batch_size=8",
                     "--img_size", "32", "16,64")
     assert [row["image"] for row in rows] == ["32x32"] * 2 + ["16x64"] * 2
     assert [row["batch"] for row in rows] == [4, 8] * 2
+    assert [row["time"] for row in rows] == [1, 0.5] * 2
+    assert (rows[1]["img/s"], rows[1]["ms/step"]) == ("8", "1000")
     model = METHODS["crossmae"](32, 8, 3, 32, 4, 2, decoder_dim=32, decoder_depth=2,
                                 decoder_heads=2, norm_pix_loss=False, feature_maps=(1, 3))
     macs = giga_macs(model, torch.zeros(1, 3, 32, 32))
     assert float(rows[1]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
+    flops = bench.count_flops(lambda: model(torch.zeros(8, 3, 32, 32))[0].backward())
+    assert rows[1]["TFLOP/s"] == f"{flops / 1e12:.3g}"
 
 
 def test_memory_that_is_given_back_counts():
@@ -45,10 +50,10 @@ def test_memory_that_is_given_back_counts():
     assert bench.allocated_by(call, torch.device("cpu")) == 3 * 2 ** 20
 
 
-def test_compiled_steps_are_not_compiled_again(monkeypatch, capsys):
-    """Said if they are, of two sizes of batches or none; what is compiled is not to be seen."""
+def test_a_note_says_that_something_compiled_meanwhile(monkeypatch, capsys):
+    """By torch's counters; nothing is compiled here. Without a change of them it is silent."""
     monkeypatch.setattr(torch, "compile", lambda model, **more: model)
-    words = ["--method", "mae" + DECODER, f"mae{DECODER}:batch_size=8", "--compile"]
+    words = ["--method", "mae" + DECODER, "--compile"]
     measured(*words)
     assert "compiled again" not in capsys.readouterr().out
     counts, step = torch._dynamo.utils.counters["stats"], bench.Case.step
@@ -86,8 +91,8 @@ def test_the_input_pipeline(tmp_path, capsys):
     assert len(list(folder.rglob("*.jpg"))) == 32 and [row["image"] for row in rows[::2]] == [
         "16x16", "32x32"]
     for ours, theirs in (rows[:2], rows[2:]):
-        assert theirs["speed"] == 1
-        assert float(ours["img/s a worker"]) > 0.3 * float(theirs["img/s a worker"])
+        ratio = float(ours["img/s a worker"]) / float(theirs["img/s a worker"])
+        assert ours["speed"] == pytest.approx(ratio, rel=1e-2) and ratio > 0.3
     said = capsys.readouterr().out
     assert said.count("of the time waiting") == 4 and torch.__version__ in said
     assert len(bench.main([*words, "--data", str(folder / "train" / "a")])) == 2
