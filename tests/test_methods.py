@@ -97,7 +97,8 @@ cases = pytest.mark.parametrize("name, options", CASES)
     ("finetune_avg", (2e-6, 3e-6, 1e-5))])
 def test_golden(fixture, tolerances):
     """Loss, predictions and gradients are the released ones. The tolerance is small enough to tell
-    another epsilon apart, or exchanged axes."""
+    an epsilon of 1e-2 apart, or exchanged axes. (golden.prepare sets the fixture's epsilon; for
+    ours see test_initial_tokens_and_norms.)"""
     content = load(ROOT / f"tests/golden/{fixture}.pt")
     measured = distances(content)
     assert all(d <= most for d, most in zip(measured, tolerances)), measured
@@ -121,11 +122,13 @@ OTHER = dict(  # values of a fixture's config that are not in the files
 
 @pytest.mark.parametrize("name, config", [(n, c) for n in OTHER for c in OTHER[n]])
 def test_replay_takes_other_fixtures(name, config, monkeypatch):
-    """The right numbers of everything come out, under released names. Weights are random."""
+    """As many predictions as asked for come out, and gradients under released names; the fixture is
+    asked for no other names. Weights are random."""
     fixture = load(ROOT / f"tests/golden/{name}.pt")
     config = fixture["config"] = {**fixture["config"], **config}
     L, p, C = (config["img_size"] // config["patch_size"]) ** 2, config["patch_size"], config[
         "in_chans"]
+    names = {*fixture["state_dict"]}
     fixture.update(images=torch.randn(2, C, *[config["img_size"]] * 2), noise=torch.rand(2, L),
                    state_dict=defaultdict(lambda: torch.zeros(1), fixture["state_dict"]))
 
@@ -142,6 +145,8 @@ def test_replay_takes_other_fixtures(name, config, monkeypatch):
         assert last.any() == (2 in maps or not config["weight_fm"])
     assert ours["pred"].shape == (2, L, p * p * C) and ours["loss"].isfinite()
     assert fixture["grads"].keys() <= ours["grads"].keys()
+    new = {key.rpartition(".")[0] for key in fixture["state_dict"].keys() - names}
+    assert new <= {"pacomlp.mlp.5"}                        # of a deeper MLP than the fixture's
 
 
 @cases
@@ -210,7 +215,7 @@ def test_every_argument_is_tested(name):
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
 def test_each_option_changes_what_it_names(name, options):
-    """Either there are other parameters, or the same ones give another loss."""
+    """The loss is another one, with the same parameters as far as both have them."""
     base, model = build(name), build(name, **options)
     shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
     images, noise = images_and_noise()
@@ -253,9 +258,11 @@ def misplacement(model, images, noise):
     return (moves[1:].max() / moves[0]).item()
 
 
-@methods
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("hypermae", "minr")])
 def test_each_prediction_is_in_its_place(name):
-    """Fails, for example, if the class token stays, and each patch gets the one before it."""
+    """Fails, for example, if the class token stays, and each patch gets the one before it. Of
+    HyperMAE and MINR nothing could be seen: there all predictions depend on the image through one
+    and the same MLP. See test_loss_is_the_mean_over_patches."""
     model, (images, noise) = build(name), images_and_noise(24)
     assert misplacement(model, images, noise) < 1.5, "predictions belong to other patches"
 
