@@ -15,6 +15,7 @@ from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, TEACHER, build, images_and_noise
 from vit import denormalize, normalize_patches, patchify
 
+
 def pair_and_noise(B=3):
     images, noise = images_and_noise(B)
     return images, torch.randn(images.shape, generator=torch.Generator().manual_seed(2)), noise
@@ -131,7 +132,7 @@ def test_measures_find_what_is_there():
     wanted = torch.stack([-10 * e[h].mean().log10() for e, h in zip(error, hidden)]).mean()
     assert abs([*model.measures(val[:2], val).values()][0][3]["psnr"] - wanted) < 1e-3
 
-    # images that differ in their colour alone: an untrained branch is linear in what they mix
+    # images of noise: an untrained encoder's latent tells more of the dominant one, but not all
     model = build("imae", teacher=TEACHER)
     row = [*model.measures(images[:200], val).values()][0][3]
     assert row["mixed subordinate"] < row["mixed dominant"] < 0.95

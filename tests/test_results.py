@@ -248,8 +248,9 @@ def test_what_is_read_of_psnr_and_measures():
 
 
 def test_claims_name_what_there_is():
-    """For each claim's encoders there are numbers in its columns: in the file or, of masks and the
-    control, in what --eval prints of each model."""
+    """For each claim's encoders there are numbers in its columns: in the file or, of masks and of
+    linear maps, in what --eval prints of each model. Accuracy is taken to be there of all
+    pretrained encoders."""
     assert {*tables.NAMES} == {*results.PRETRAINED, "scratch"} and {*tables.PAPERS} == {
         *tables.CLAIMS}
     setup = tables.read_setups(results.read_lines(ROOT / "tests/results.jsonl"))[0]
