@@ -98,6 +98,21 @@ def refused(capsys):
     return run
 
 
+@pytest.fixture
+def spy(monkeypatch):
+    """spy(owner, "name", what) is a list, to which each call of owner.name adds what(its
+    arguments)."""
+    def watch(owner, name, what):
+        seen, function = [], getattr(owner, name)
+
+        def watched(*inputs, **more):
+            seen.append(what(*inputs, **more))
+            return function(*inputs, **more)
+        monkeypatch.setattr(owner, name, watched)
+        return seen
+    return watch
+
+
 def shell(file, *words, processes=0):
     """Run a script in a process of its own, or in several under torchrun, as a user does."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

@@ -385,9 +385,9 @@ def fourier_features(coords, dim, sigma, slip=""):
 def paco_cases(hypermae):
     models = [build(hypermae.HyperMAE, **options) for options in (
         {}, dict(modulated_layer=2), dict(modulated_layer=0), dict(relu_around_m=True),
-        dict(relu_around_m=True, modulated_layer=0))]
+        dict(relu_around_m=True, modulated_layer=0), dict(relu_around_m=True, modulated_layer=2))]
     return [(model, coordinates(*shape), torch.randn(2, len(model.T), 6))
-            for model, shape in zip(models, [(2, 3), (3,), (2, 3), (3,), (2, 3)])]
+            for model, shape in zip(models, [(2, 3), (3,)] * 3)]
 
 
 @exercise(
