@@ -19,7 +19,7 @@ import train
 from tests.conftest import ROOT, same
 from tests.golden import EXPECTED, distances, load, replay
 from train import METHODS, method_arguments
-from vit import mask_noise, normalize_patches, patchify, unpatchify
+from vit import InputError, mask_noise, normalize_patches, patchify, unpatchify
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -283,16 +283,20 @@ def test_a_shift_by_one_token_is_noticed(first):
 
 @pytest.mark.parametrize("name, options", [
     *[(n, dict(norm_pix_loss=norm)) for n in ("mae", "crossmae", "hypermae") for norm in (0, 1)],
-    ("crossmae", dict(self_attention=True)),
-    ("minr", dict(loss_on="masked")), ("minr", dict(loss_on="masked", hypernetwork="transinr"))])
-def test_loss_is_the_mean_over_hidden_patches(name, options):
+    ("crossmae", dict(self_attention=True)), ("hypermae", dict(loss_on="all")),
+    *[("minr", dict(loss_on=where, hypernetwork=kind)) for where in ("all", "masked")
+      for kind in ("ginr", "transinr")]])
+def test_loss_is_the_mean_over_patches(name, options):
+    """Over hidden ones or, with loss_on, all."""
     model, (images, noise) = build(name, **options), images_and_noise()
     (decoded, mask), target = model.reconstruct(images, noise), patchify(images, 4)
     pred = patchify(decoded, 4)
     if getattr(model, "norm_pix_loss", False):             # in the space of the loss
         target, mean, std = normalize_patches(target)
         pred = (pred - mean) / std
-    error = (pred - target)[mask.bool()]
+    error = pred - target
+    if options.get("loss_on") != "all":
+        error = error[mask.bool()]
     assert torch.allclose(model(images, noise)[0], error.square().mean(), atol=1e-5)
 
 
@@ -403,7 +407,7 @@ IMPOSSIBLE = {
     *[(n, *case) for n in METHODS for case in (
         (dict(heads=3), "width 16 is"), (dict(img_size=30), "img_size 30x30 is"))]])
 def test_impossible_options(name, options, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(InputError, match=re.escape(words)):
         build(name, **options)
 
 
@@ -501,18 +505,12 @@ def test_recipes_are_the_papers(name, recipe):
     assert METHODS[name].recipe == recipe
 
 
-def test_defaults_are_the_papers():
+@pytest.mark.parametrize("name, defaults", [
+    ("mae", dict(mask_ratio=0.75, decoder_dim=512, decoder_depth=8, decoder_heads=16)),
+    ("crossmae", dict(prediction_ratio=0.75, decoder_dim=512, decoder_depth=12, decoder_heads=16)),
+    ("hypermae", dict(n_weight_tokens=16, feat2w_depth=4, mlp_depth=6, hidden_dim=256,
+                      modulated_layer=1, loss_on="masked")),
+    ("imae", dict(norm_pix_loss=False, beta=1.0))])
+def test_defaults_are_the_papers(name, defaults):
     """MAE Table 1, CrossMAE A.6, HyperMAE Table 3, i-MAE on CIFAR. (MINR: in its own file.)"""
-    sizes = dict(dim=16, depth=1, heads=1)
-    model = METHODS["mae"](**sizes)
-    assert len(model.decoder_blocks) == 8 and model.mask_token.shape[2] == 512
-    assert model.decoder_blocks[0].attn.heads == 16 and model.mask_ratio == 0.75
-    model = METHODS["crossmae"](**sizes)
-    assert len(model.decoder_blocks) == 12 and model.mask_token.shape[2] == 512
-    assert model.decoder_blocks[0].cross_attn.heads == 16 and model.prediction_ratio == 0.75
-    model = METHODS["hypermae"](**sizes)
-    assert model.weight_tokens.shape == (16, 16) and len(model.feat2w_blocks) == 4
-    assert len(model.paco_mlp) == 5 and model.modulated_layer == 1 and model.loss_on == "masked"
-    assert model.paco_mlp[1].weight.shape == (256, 256) and model.T.shape == (256, 16)
-    model = METHODS["imae"](32, 2, **sizes)
-    assert model.encoder.num_patches == 256 and not model.norm_pix_loss and model.beta == 1.0
+    assert defaults.items() <= method_arguments(METHODS[name]).items()
