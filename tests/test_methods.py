@@ -1,6 +1,6 @@
 """What every method in train.METHODS promises, also one of your own: its face, that nothing hidden
 leaks, that it learns. What only the five promise follows: golden numbers, recipes, that each option
-does something. What is special to one is in its own file, what it costs in test_costs.py."""
+does something. What is special to one is in its own file, what it costs in test_bench.py."""
 
 import copy
 import math
