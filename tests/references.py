@@ -502,6 +502,7 @@ def imae_cases(imae):
     return [(build(imae.IMAE, **options), images, *more) for options, *more in (
         (teacher, noise, partners, mix), (dict(norm_pix_loss=True), noise, partners, 0.7),
         (dict(distill_weight=0.5, **teacher), noise, partners, 0.3),
+        (dict(distill_weight=0.0, **teacher), noise, partners, 0.3),
         (dict(branches=1, **teacher), noise, partners, 0.3), (dict(mix=0.3), noise, None, None),
         ({}, None, partners, 0.3))]
 
@@ -531,7 +532,8 @@ def imae_forward(self, images, noise=None, partners=None, mix=None, slip=""):
         recon.append(mean_error(self, target, z, ids_keep, ids_mask, slip))
         if self.distill_weight > 0:
             seen = mixed if slip == "teacher" else xs[0 if slip == "same" else i]
-            distill = distill + ((z - self.teach(seen, ids_keep)) ** 2).sum() / z.numel()
+            w = self.teacher["decoder_embed"](self.teacher["encoder"](seen, ids_keep))
+            distill = distill + ((z - w) ** 2).sum() / z.numel()
     loss = sum(recon) / (len(recon) if slip == "mean" else 1)
     loss = loss + (1 if slip == "weight" else self.distill_weight) * distill
     metrics = dict(loss=loss, distill=distill, **dict(zip(("subordinate", "dominant"), recon)))
