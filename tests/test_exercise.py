@@ -75,8 +75,7 @@ return (patches - mean) / std, mean, std""", [
         ("torch.sqrt(var + 1e-6)", "var + 1e-6", "unit of the pixels"),
         ("mean, std", "mean, var", "std, image 0, patch 0, column 0: expected"),
         ("(-1, keepdim=True)", "((1, 2), keepdim=True)", "expected"),
-        ("(patches - mean) / std, mean, std", "(patches - mean) / std", "yours (2, 3, 4)"),
-        ("mean =", "patches = patches.double()\nmean =", "")]),
+        ("(patches - mean) / std, mean, std", "(patches - mean) / std", "yours (2, 3, 4)")]),
     "vit.masking": ("""
 K = visible_count(noise.shape[1], mask_ratio)
 order = noise.argsort(dim=1)
@@ -142,7 +141,6 @@ return torch.cat([torch.zeros(1, dim), table])[None]""", [
         ("torch.cat([angles.sin(), angles.cos()], dim=1)",
          "torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)", "alternate"),
         ("torch.zeros(1, dim)", "table[:1]", "class token has a position"),
-        ("torch.cat([torch.zeros(1, dim), table])", "table", "yours (1, 6, 12)"),
         ("raise ValueError(dim)", "pass", "expected a ValueError")]),
     "mae.MAE.decoder_input": ("""
 ids = torch.cat([torch.zeros(len(z), 1).long(), ids_keep + 1, ids_mask + 1], dim=1)
@@ -158,7 +156,6 @@ return torch.cat([self.decoder_embed(z), hidden], dim=1) + pos""", [
          "x = torch.cat([self.decoder_embed(z), hidden], dim=1) + pos\n"
          "return torch.stack([x[b][ids[b].argsort()] for b in range(len(z))])", "raster order"),
         ("self.decoder_embed(z)", "self.decoder_embed(z).detach()", "gradient of decoder_embed"),
-        ("self.decoder_embed(z)", "z", "RuntimeError"),
         ("self.decoder_embed(z)", "self.decoder_embed(z.clone())", "")]),
     "mae.MAE.forward": ("""
 L = self.encoder.num_patches
@@ -227,7 +224,6 @@ return results""", [
         ("self.map_proj[j](maps[i]) if len(self.map_proj) else maps[i]", "maps[i]",
          "project_maps is ignored"),
         ("len(self.map_proj) else maps[i]", "len(self.map_proj) else maps[j]", "expected"),
-        ("W, results", "maps = [f.detach() for f in maps]\nW, results", "gradient of encoder"),
         ("return results", "return torch.stack(results)", "")]),
     "finetune.layer_decay_groups": ("""
 depth, groups = len(model.encoder.blocks), []
@@ -297,9 +293,7 @@ return layers""", [
         ("return layers", "return [W for W, bias in layers]", "expected shape"),
         ("dim=2) * W", "dim=2) + W", "expected"),
         ("dim=2) * W", "dim=2) + 0 * W", "They should be factors"),
-        ("self.to_weights[str(i)](columns", "self.to_weights[str(i)][1](columns", "LayerNorm"),
-        ("W = torch.einsum", "own = own.double()\n            W = W.double()\n            "
-         "W = torch.einsum", "")]),
+        ("self.to_weights[str(i)](columns", "self.to_weights[str(i)][1](columns", "LayerNorm")]),
     "imae.IMAE.forward": ("""
 B, L = len(images), self.encoder.num_patches
 partners = torch.cat([images[-1:], images[:-1]]) if partners is None else partners
@@ -327,7 +321,6 @@ return loss, {name: part.detach() for name, part in parts.items()}""", [
         ("self.distill_weight * distill", "distill", "distill_weight is ignored"),
         ("[images[-1:], images[:-1]]", "[images[1:], images[:1]]", "loss: expected"),
         ("self.norm_pix_loss", "not self.norm_pix_loss", "means the opposite"),
-        ("F.mse_loss(z, ", "F.mse_loss(z.detach(), ", "gradient of"),
         ("ids_mask, L)[:, -ids_mask.shape[1]:]", "ids_mask, L)[:, :ids_mask.shape[1]]", "expected"),
         ("parts.update(loss=loss, distill=distill)", "parts.update(loss=loss)", "expected shape"),
         ("F.mse_loss(pred, target)", "(pred - target).flatten().square().sum() / target.numel()",
