@@ -70,9 +70,6 @@ def test_goes_on_where_it_stopped(commands, capsys):
     results.main(WORDS)
     assert commands.pop(4) == commands[0]                  # which was finished
     assert [line["command"] for line in lines()] == commands and len({*commands}) == 8
-    for command in commands:
-        assert command.split()[0] in ("python", "torchrun")
-        assert not any(word.startswith("/") for word in command.split())
     numbers = lines()[2]["numbers"]
     rows = train.main(commands[2].split()[2:])             # what the command itself returns
     assert len(rows) == len(numbers["psnr"]) == 9
@@ -80,11 +77,8 @@ def test_goes_on_where_it_stopped(commands, capsys):
         assert read == {key: pytest.approx(row[key], abs=1e-3) for key in read}
     assert lines()[0]["numbers"]["train_minutes"] == 0
 
-    results.main(WORDS)                                    # nothing is left to do
-    assert len(commands) == 8
-    checkpoint = Path(commands[1].split("--checkpoint ")[1].split()[0])
-    checkpoint.unlink()
-    results.main(WORDS)                                    # and nothing needs the checkpoint
+    Path(commands[1].split("--checkpoint ")[1].split()[0]).unlink()
+    results.main(WORDS)                                    # nothing is left to do, nor needs it
     assert len(commands) == 8
     Path("out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()[:-1]))
     results.run = lambda command: commands.append(command) or TUNED
