@@ -44,6 +44,9 @@ def test_what_is_trained(probe, pool):
     assert moved == {"head.1.weight", "head.1.bias"} if probe else "encoder.pos_embed" in moved
     head = model.head[1] if probe else model.head          # as released
     assert head.weight.std().item() == pytest.approx(0.01 if probe else 2e-5, rel=0.3)
+    if probe:
+        norm = model.head[0]
+        assert isinstance(norm, torch.nn.BatchNorm1d) and (norm.affine, norm.eps) == (False, 1e-6)
 
 
 @pytest.mark.parametrize("mode, wanted", [
@@ -62,13 +65,6 @@ def test_recipes_are_the_papers(mode, wanted):
                  mixup=0, cutmix=0, drop_path=0)
     assert finetune.RECIPES[mode][1] == {**small, **(dict(lr=2e-3) if mode == "finetune" else {})}
     assert train.SHARED == dict(lr=None, blr=None, min_lr=0, momentum=0.9)
-
-
-def test_the_batchnorm_of_a_probe():
-    """Has no weights, and MAE's epsilon."""
-    model, x = classifier(probe=True), 1e-3 * torch.randn(8, 16)
-    wanted = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-6).sqrt()
-    assert torch.allclose(model.head(x), model.head[1](wanted), atol=1e-5)
 
 
 def test_smoothing_and_probabilities():
@@ -131,6 +127,7 @@ def test_names_and_starts(folder, tune, refused):
     old, new = (run["model"]["encoder.pos_embed"] for run in (mae, tuned))
     assert torch.equal(resize_pos_embed(old, (4, 4), (6, 6)), new)
     assert tuned["flags"]["data"] == str(folder) and scratch["flags"]["layer_decay"] == 1.0
+    assert tuned["flags"]["own_draws"] and not mae["flags"]["own_draws"]     # see train.train_step
     Path("runs/mae").rename("runs/mae_shapes")
     for name, words in (("mae_shapes_linear", "--mode linear --checkpoint runs/mae_shapes/last.pt"),
                         ("scratch_shapes", "--mode scratch")):
@@ -226,22 +223,13 @@ def test_flags_do_something(tune):
             assert not same(run, runs[i]), f"'{words}' does as '{other}'"
 
 
-def test_pieces_drop_different_paths(tune, monkeypatch):
-    draws, forward = [], Classifier.forward
-    monkeypatch.setattr(Classifier, "forward", lambda *inputs: (
-        draws.append(torch.rand(1).item()), forward(*inputs))[1])
-    tune("--accum", "2")
-    assert len({*draws}) == len(draws) == 20
-
-
-def test_augmentation(tune, monkeypatch):
+def test_augmentation(tune, spy):
     """As the model gets it: erased rectangles of the mean colour, mixtures of labels likewise."""
     def inputs(words):
-        monkeypatch.setattr(Classifier, "forward", lambda self, images, targets: (
-            seen.append((denormalize(images, self), targets)), forward(self, images, targets))[1])
         tune(*"--crop 1 --no-flip --epochs 1 --batch_size 40 --overwrite".split(), *words.split())
         return seen.pop()
-    seen, forward = [], Classifier.forward
+    seen = spy(Classifier, "forward", lambda self, images, targets: (
+        denormalize(images, self), targets))
     (plain, labels), (erased, _) = inputs(""), inputs("--erasing 1")
     gone = (erased - plain).abs().amax(1) > 3e-3           # (40, 16, 16)
     colour = erased - torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
