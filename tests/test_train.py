@@ -47,10 +47,9 @@ def test_shapes():
     assert not torch.equal(part.images[:1000], val.images) and len(part.classes) > 4
 
 
-def test_class_folders_in_memory(folder, monkeypatch):
+def test_class_folders_in_memory(folder, spy):
     """Each class folder is listed once."""
-    listed, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda at: (listed.append(str(at)), scandir(at))[1])
+    listed = spy(os, "scandir", str)
     part, val, size = train.open_data(str(folder), None, settings())
     folders = [str(folder / part / name) for part in ("train", "val") for name in "ab"]
     assert [listed.count(path) for path in folders] == [1, 1, 1, 1]
@@ -200,11 +199,9 @@ def test_devices(monkeypatch, capsys, gpus, mps, processes, wanted):
     assert said == (processes > 1 and wanted == "cpu")
 
 
-def test_copies_are_waited_for(folder, monkeypatch):
+def test_copies_are_waited_for(folder, spy):
     """On other devices than CUDA: MPS has been seen to give garbage."""
-    copies, to = [], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *where, non_blocking=False, **more: (
-        copies.append(non_blocking), to(x, *where, **more))[1])
+    copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
     split, *_ = train.open_data(str(folder), (8, 8), settings())
     [*train.load_images(split, torch.arange(8).split(4), settings(device=torch.device("meta")))]
     train.METHODS["imae"].draw_mix(SimpleNamespace(beta=1.0, mix=None), "meta")
@@ -307,39 +304,24 @@ def test_crop_statistics_match_torchvision(flip):
         assert abs((slopes(x)[0] < 0).float().mean() - 0.5 * flip) < 0.05
 
 
-def test_learning_rate(pretrain, monkeypatch):
-    """Warm-up and cosine in each step; in the log, the highest of each epoch."""
-    rates, step = [], torch.optim.AdamW.step
-
-    def spy(optimizer, *more):
-        rates.append(optimizer.param_groups[0]["lr"])
-        return step(optimizer, *more)
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-
-    def wanted(t):
-        if t < 1:
-            return 3e-3 * t
-        return 1e-5 + (3e-3 - 1e-5) * (1 + math.cos(math.pi * (t - 1) / 2)) / 2
-    words = ["--blr", "0.096", "--epochs", "3"]            # 0.096 * 8 / 256 = 0.003
-    pretrain(*words, "--min_lr", "1e-5")
-    assert rates == pytest.approx([wanted(i / 5) for i in range(15)], rel=1e-9)
-    assert [row["lr"] for row in log()] == pytest.approx([3e-3 * 0.8, 3e-3, wanted(2)])
-    rates.clear()
-    pretrain(*words, "--schedule", "constant", name="constant")
-    assert rates[5:] == pytest.approx([3e-3] * 10)
+def test_learning_rate(pretrain, spy):
+    """train.learning_rate's in each step; in the log, the highest of each epoch."""
+    rates = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer.param_groups[0]["lr"])
+    pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5")    # 0.096 * 8 / 256 = 0.003
+    args = SimpleNamespace(lr=3e-3, min_lr=1e-5, warmup_epochs=1, epochs=3, schedule="cosine")
+    assert rates == pytest.approx([train.learning_rate(i / 5, args) for i in range(15)], rel=1e-9)
+    assert [row["lr"] for row in log()] == [max(rates[i:i + 5]) for i in (0, 5, 10)]
 
 
 @pytest.mark.parametrize("words", ["", "--img_size 8"])
-def test_each_epoch_draws_anew(tmp_path, pretrain, monkeypatch, words):
+def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
     """And each step, and each seed: masks, and crops of images that are all alike, in memory and
     streamed."""
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
         for i in range(16):
             Image.linear_gradient("L").resize((16, 16)).save(tmp_path / part / f"a/{i}.png")
-    seen, forward = [], MAE.forward
-    monkeypatch.setattr(MAE, "forward", lambda self, images, noise: (
-        seen.append((images.sum((1, 2, 3)), noise[:, 0])), forward(self, images, noise))[1])
+    seen = spy(MAE, "forward", lambda self, images, noise: (images.sum((1, 2, 3)), noise[:, 0]))
     for seed in "01":
         pretrain("--data", str(tmp_path), "--seed", seed, *words.split(), name=seed)
     for draws in zip(*seen):                               # of two runs, two epochs, two steps
@@ -347,11 +329,9 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, monkeypatch, words):
         assert len(draws[0].unique()) == 8
 
 
-def test_images_are_shuffled(pretrain, monkeypatch):
+def test_images_are_shuffled(pretrain, spy):
     """Those of sorted classes, in training anew in each epoch, and in validation."""
-    seen, load_images = [], train.load_images
-    monkeypatch.setattr(train, "load_images", lambda data, batches, *more: (
-        seen.append(batches[0].tolist()), load_images(data, batches, *more))[1])
+    seen = spy(train, "load_images", lambda data, batches, *_: batches[0].tolist())
     pretrain("--batch_size", "20", "--eval_images", "6")
     _, _, first, val, second, again = seen[:6]             # read, train, validate, twice
     pretrain("--eval_images", "6", "--seed", "1", "--epochs", "1", name="other")
@@ -458,13 +438,12 @@ def test_help(main, words, dry, capsys):
             assert shown[name] == [*dict.fromkeys(values)], name
 
 
-def test_a_short_run(dry, refused, capsys):
+def test_a_short_run(dry, capsys):
     """Has a part of the recipe's warm-up, but all of one that was given."""
     words = "--size tiny --epochs 10"
     assert dry(train.main, words, 224)["warmup_epochs"] == 0.5
     assert "10 of the recipe's 800 epochs: --warmup_epochs 0.5, not 40" in capsys.readouterr().out
     assert dry(train.main, words + " --warmup_epochs 2.5", 224)["warmup_epochs"] == 2.5
-    refused(train.main, [*words.split(), "--warmup_epochs", "11"], "--warmup_epochs 11")
 
 
 def test_progress_without_a_terminal(pretrain, monkeypatch, capfd):
@@ -497,16 +476,13 @@ def test_a_run_leaves_everything(pretrain, capsys):
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
     assert content["torch"] == torch.__version__ and content["mean"] == MAE.mean
-    model, images = train.load("runs/mae/last.pt"), torch.randn(2, 3, 16, 16)
-    assert same(model.state_dict(), content["model"]) and not model.training
-    assert model.reconstruct(images)[0].shape == images.shape
     assert Image.open("runs/mae/recon.png").size == (4 * 130 + 2, 8 * 130 + 2)
 
 
 def test_names_of_runs(tmp_path, folder, monkeypatch, refused):
     """Of method and data; those of embedded data are found before any are drawn."""
     monkeypatch.chdir(tmp_path)
-    words = [*TINY, "--epochs", "0", "--warmup_epochs", "0", "--data"]
+    words = [*TINY, "--epochs", "0", "--data"]
     write_pictures(Path("one/my pictures"), "x", 20)
     train.main([*words, "one/my pictures/"])
     train.main([*words, str(folder), "--method", "crossmae"])
@@ -614,12 +590,11 @@ def test_a_process_without_a_validation_picture(tmp_path, monkeypatch):
     assert Path("runs/x/recon.png").exists()
 
 
-def test_resume_and_overwrite(pretrain, refused, monkeypatch, capsys):
+def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
     """Only what was asked for happens to a run; settings of a resumed one are those given now."""
     first = pretrain("--resume")
     assert "there is no runs/mae/last.pt to resume: the run starts" in capsys.readouterr().out
-    refused(train.main, ["--name", "mae"], "runs/mae holds a run", "--resume", "--overwrite")
-    for words in ([], ["--epochs", "0", "--warmup_epochs", "0"]):      # nothing to do, nothing lost
+    for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and len(again["history"]) == 2
     capsys.readouterr()
@@ -665,7 +640,7 @@ def test_nothing_of_a_checkpoint_stays_in_memory(pretrain, folder, monkeypatch, 
         main(["--data", str(folder), *TINY, *DECODER[:6 * (main is train.main)], *words.split()])
 
 
-def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, capsys):
+def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
     torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
     words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
@@ -676,18 +651,11 @@ def test_init_from_a_released_checkpoint(pretrain, folder, refused, tmp_path, ca
     words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
     content = pretrain(*words, name="whole")
     assert same(content["model"], from_released(state))
-    pretrain(*words, "--img_size", "48", name="larger")
-    assert "from (4, 4) to (6, 6) patches: encoder.pos_embed" in capsys.readouterr().out
     again = pretrain(*words, "--init", "runs/whole/last.pt", name="again")     # or one of its own
     assert same(content["model"], again["model"])
     train.main(["--data", str(folder), "--init", "runs/whole/last.pt", "--name", "sizes",
                 "--img_size", "32", "--workers", "0", "--epochs", "0"])  # its sizes are taken over
     assert train.read("runs/sizes/last.pt")["config"]["depth"] == 3
-    words = ["--data", folder, *TINY, *DECODER, *words, "--name", "broken"]
-    del state["blocks.1.attn.proj.bias"]
-    torch.save(state, tmp_path / "mae.pth")
-    refused(train.main, words, "mae.pth", "encoder.blocks.1.attn.proj.bias is missing")
-    assert not Path("runs/broken").exists()
 
 
 def into_a_closed_pipe(*words):
@@ -745,33 +713,27 @@ def test_a_bug_has_its_traceback(pretrain, monkeypatch, owner, name, bug, error)
         pretrain()
 
 
-def test_validation_is_as_training(pretrain, tune, monkeypatch):
+def test_validation_is_as_training(pretrain, tune, spy):
     """In mixed precision, in batches no larger than a piece."""
     for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
-        seen, before = [], getattr(cls, name)
-        monkeypatch.setattr(cls, name, lambda self, images, *more: (
-            seen.append((torch.is_autocast_enabled("cpu"), len(images))),
-            before(self, images, *more))[1])
-        run("--batch_size", "8", "--accum", "2", "--amp", "bf16", "--epochs", "0",
-            "--warmup_epochs", "0", name=name)
+        seen = spy(cls, name, lambda self, images, *_: (
+            torch.is_autocast_enabled("cpu"), len(images)))
+        run("--accum", "2", "--amp", "bf16", "--epochs", "0", name=name)   # TINY: --batch_size 8
         assert {*seen} == {(True, 4), (True, 3)} and len(seen) == 3
 
 
 @pytest.mark.parametrize("method", train.METHODS)
-def test_psnr_by_hand(pretrain, folder, monkeypatch, method):
+def test_psnr_by_hand(pretrain, folder, spy, method):
     """Of what reconstruct returns for the noise that the run gave it, which depends on the picture
     alone, not on the seed or on how many there are."""
-    cls, seen = train.METHODS[method], []
-    reconstruct = cls.reconstruct
-    monkeypatch.setattr(cls, "reconstruct", lambda self, images, noise, *more: (
-        seen.append((images, noise)), reconstruct(self, images, noise, *more))[1])
-    words = ["--method", method, "--epochs", "0", "--warmup_epochs", "0"]
+    seen = spy(train.METHODS[method], "reconstruct", lambda self, *inputs: inputs[:2])
+    words = ["--method", method, "--epochs", "0"]
     row = pretrain(*words, own=[])["history"][0]
     images, noise = (torch.cat(parts) for parts in zip(*seen))         # of batches of 8
     model = train.load("runs/mae/last.pt")
     truth = patchify(denormalize(images, model), 4)        # (11, 16, 48)
     with torch.no_grad():
-        decoded, mask = reconstruct(model, images, noise)
+        decoded, mask = model.reconstruct(images, noise)
     copied = model.encoder.copy_visible(decoded, images, mask)
     copied, decoded = (patchify(denormalize(x, model), 4) for x in (copied, decoded))
     hidden = [(x - y)[m > 0].square().mean() for x, y, m in zip(copied, truth, mask)]
@@ -800,8 +762,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     recon.png's pictures with a column a checkpoint. Fine-tuned ones are passed over."""
     runs = {"mae": pretrain(), "half": pretrain("--decoder_depth", "2", name="half")}
     before = {name: Path(f"runs/{name}/last.pt").read_bytes() for name in runs}
-    finetune.main(["--checkpoint", "runs/mae/last.pt", "--epochs", "0", "--batch_size", "8",
-                   "--warmup_epochs", "0", "--name", "tuned", "--workers", "0"])
+    finetune.main("--checkpoint runs/mae/last.pt --epochs 0 --name tuned --workers 0".split())
     capsys.readouterr()
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval"]
     rows = train.main([*words, *(f"runs/{name}/last.pt" for name in ("mae", "tuned", "half"))])
