@@ -115,7 +115,7 @@ def normalize_patches(patches, slip=""):
 @exercise(
     "vit.masking", "MAE Sec. 3, Masking", "rank noise: what is visible, what hidden",
     ("ids_keep: image, place", "ids_mask: image, place", "mask: image, patch"),
-    lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 15), 0.8)],
+    lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 35), 0.8)],
     highest="the highest noise is visible. It should be the lowest.",
     inverted="the mask is inverted. 1 is hidden, 0 visible.",
     count="K is another number. It is visible_count(L, mask_ratio), which truncates.",

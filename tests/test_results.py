@@ -78,7 +78,7 @@ def test_goes_on_where_it_stopped(commands, capsys):
     assert lines()[0]["numbers"]["train_minutes"] == 0
 
     Path(commands[1].split("--checkpoint ")[1].split()[0]).unlink()
-    results.main(WORDS)                                    # nothing is left to do, nor needs it
+    results.main(WORDS)                                    # nothing is left that would need it
     assert len(commands) == 8
     Path("out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()[:-1]))
     results.run = lambda command: commands.append(command) or TUNED
