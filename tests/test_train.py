@@ -660,8 +660,8 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
 
 def into_a_closed_pipe(*words):
     end, start = os.pipe()
-    os.dup2(start, 1)
     os.close(end)
+    sys.stdout = os.fdopen(start, "w")
     script("train.py", *words)
 
 
