@@ -871,8 +871,9 @@ def compare(args):
         raise InputError(f"--eval runs in one process, not in {args.world}: python train.py --eval")
     rows, columns, notes, opened_size = [], [], [], None
     masks, data_given = args.masks or [args.mask], args.data is not None
-    # Windows' shells leave runs/*/last.pt to the program
-    paths = [path for word in args.eval for path in sorted(glob(word)) or [word]]
+    paths = []
+    for word in args.eval:                                 # Windows' shells do not fill in runs/*
+        paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
         content = read(path)
         if content["method"] == "classifier":

@@ -795,9 +795,11 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
 def test_eval_of_normalised_patches(pretrain):
     """The true statistics are not used with --leak_free."""
     pretrain("--norm_pix_loss")
-    words = ["--eval", "runs/mae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
+    pretrain("--norm_pix_loss", name="[m]ae")              # a name, not a pattern
+    words = ["--eval", "runs/[m]ae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
     (flattered,), (honest,) = train.main(words), train.main([*words, "--leak_free"])
     assert honest["psnr_hidden"] < flattered["psnr_hidden"]
+    assert honest["checkpoint"] == "runs/[m]ae/last.pt"
 
 
 def test_eval_shows_what_is_special_to_a_method(pretrain, capsys, monkeypatch):
