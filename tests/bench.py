@@ -11,7 +11,8 @@ turn. Above them, the attention that torch takes for the first one. The columns:
     img/s, ms/step   of that median
     GiB              most memory at once: weights, optimiser and batch, and what a step allocates
     GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
-    TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits
+    TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits;
+                     at a few % launching kernels takes the time: a higher --batch_size
     time, memory     an image and in all, over the first row's of that image size
 
 With --data, a folder of images, two rows instead: what the project's input pipeline and
@@ -285,9 +286,6 @@ def run(args):
             continue
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
         print(f"attention: {cases[0].attention}")
-        if args.device.type == "cuda" and min(case.batch_size for case in cases) < 256:
-            print("note    fewer than 256 images measure how fast kernels are launched, not the "
-                  "GPU: --batch_size")
         rows += measure(cases, args.steps, args.warmup)
         del cases
     print(train.as_table(rows))

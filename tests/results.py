@@ -31,7 +31,8 @@ PRETRAINED = {  # name: --method and its arguments
     "untrained": "mae", "mae": "mae",
     "crossmae": "crossmae", "crossmae_25": "crossmae --prediction_ratio 0.25",
     "crossmae_25_rate": "crossmae --prediction_ratio 0.25 --lr 2e-3",
-    "crossmae_last": "crossmae --feature_maps last", "hypermae": "hypermae", "ginr": "minr",
+    "crossmae_last": "crossmae --feature_maps last",
+    "crossmae_2": "crossmae --decoder_depth 2", "hypermae": "hypermae", "ginr": "minr",
     "ginr_visible": "minr --encode_visible_only", "transinr": "minr --hypernetwork transinr",
     "imae": "imae --teacher {runs}/mae/last.pt",
     "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
