@@ -274,8 +274,8 @@ def finetune(args):
     row = fit(args, model, groups, train, val, make_inputs,
               partial(evaluate, model.classify, val, args, img_size),
               method="classifier", config=config)
-    print(f"next    python finetune.py --mode eval --checkpoint "
-          f"{Path(args.runs, args.name, 'last.pt')}")
+    last = Path(args.runs, args.name, "last.pt")
+    print(f'next    python finetune.py --mode eval --checkpoint "{last}"')
     return row
 
 

@@ -974,9 +974,10 @@ def pretrain(args):
     evaluate = partial(evaluate_psnr, model, val, args, args.mask)
     row = fit(args, model, groups, train, val, make_inputs, evaluate,
               method=args.method, config=config)
-    folder, script = Path(args.runs, args.name), "finetune.py --checkpoint"
-    print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied\n"
-          f"next    python {script if train.classes else 'train.py --eval'} {folder / 'last.pt'}")
+    folder = Path(args.runs, args.name)
+    script = "finetune.py --checkpoint" if train.classes else "train.py --eval"
+    print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied")
+    print(f'next    python {script} "{folder / "last.pt"}"')
     return row
 
 

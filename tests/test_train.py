@@ -464,7 +464,7 @@ def test_a_run_leaves_everything(pretrain, capsys):
     assert [row["epoch"] for row in rows] == [1, 2] and len(said.splitlines()) < 12
     assert rows[0].keys() >= {"loss", "lr", "psnr_hidden", "psnr_image", "psnr_decoded", "img_s",
                               "wait", "train_s", "eval_s", "save_s"}
-    for part in ("runs/mae/recon.png", "python finetune.py --checkpoint runs/mae/last.pt",
+    for part in ("runs/mae/recon.png", 'next    python finetune.py --checkpoint "runs/mae/last.pt"',
                  "lr 0.002", "2 epochs (1 of warm-up) of 5 steps", "4x4 patches of 4x4 px",
                  "M parameters", "40 train, 11 val"):
         assert part in said
