@@ -166,8 +166,8 @@ def main(argv=None):
                   if args.processes > 1 else "python")
     args.on_device = f" --device {args.device}" if args.device else ""
     title = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
-    if args.table and not args.out.is_file():
-        parser.error(f"there is no {args.out} to make tables of")
+    if args.table and not (args.out.is_file() and read_lines(args.out)):
+        parser.error(f"{args.out} has no results to make tables of")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
     if args.table:
