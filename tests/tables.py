@@ -46,10 +46,10 @@ get tables of its own. `shapes` are drawn by train.py; no encoder here was train
 
 **Encoders:** *untrained* is an MAE after no epoch, fine-tuned as the others; *from scratch* has the
 settings of `finetune.py --mode scratch` (no layer-wise decay), and no more epochs than the others
-are fine-tuned. CrossMAE *.75* and *.25* are the shares of patches that it
-predicts; *at MAE's rate*: by default .25 has a third of MAE's learning rate; *last map alone*:
-without inter-block attention; *2 decoder blocks*: as many as MAE, by default it has 4. GINR and
-TransINR are MINR's two hypernetworks.
+are fine-tuned. CrossMAE *.75* and *.25* are the shares of patches that it predicts; *at MAE's
+rate*: by default .25 has a third of MAE's learning rate; *last map alone*: without inter-block
+attention; *2 decoder blocks*: as many as MAE, by default it has 4. GINR and TransINR are MINR's two
+hypernetworks.
 
 **PSNR** says how close predicted pixels are to the true ones, in dB: 10 more are a tenth of the
 squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
@@ -81,10 +81,10 @@ when all of its numbers were known:
   equal.
 
 Where there is no effect at all, some 7 of 100 rows get a verdict by chance; rows that share an
-encoder are not independent. "As good as" and "loses
-nothing" ask for less than A above B: only *fails* speaks against them. Of falls and changes, above
-means worse. Three seeds of a small model on small images are not the paper's experiment. A row that
-starts with "why" puts an explanation to the test. There is no explanation here without such a row.
+encoder are not independent. "As good as" and "loses nothing" ask for less than A above B: only
+*fails* speaks against them. Of falls and changes, above means worse. Three seeds of a small model
+on small images are not the paper's experiment. A row that starts with "why" puts an explanation to
+the test. There is no explanation here without such a row.
 """
 
 NAMES = {
@@ -145,8 +145,7 @@ CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A 
         ("PSNR is below MAE's", "20.11, 19.97 (Table 13)", "mae", "crossmae_25", [HIDDEN]),
         ("PSNR is below MAE's", OURS, "mae", "crossmae_25_rate", [HIDDEN]),
         ("MAE's hidden tokens look at visible ones more than at hidden ones, per token",
-         "1.418, 0.388 (Table 6)",
-         "mae", "mae", [("block sum visible", "block sum hidden")]),
+         "1.418, 0.388 (Table 6)", "mae", "mae", [("block sum visible", "block sum hidden")]),
         ("MAE's hidden tokens look at visible ones more than at hidden ones, in sum: above half",
          "none; by Table 6 0.55: 50 x 1.418, 147 x 0.388",
          "mae", "mae", [("block sum share of visible", 0.5)]),
