@@ -1,7 +1,7 @@
-"""Every method on one budget, by the commands a user would type, and tables of what comes out:
+"""Every method on one budget, by the commands a user would type:
 
     python -m tests.results --data cifar10                     # goes on where it stopped
-    python -m tests.results --data cifar10 --size tiny --epochs 100 --batch_size 512
+    python -m tests.results --data cifar10 --size tiny --epochs 50 --batch_size 512
     python -m tests.results --table                            # only prints what there is
 
 Each result is a line of tests/results.jsonl, of which tests/tables.py makes tables and verdicts. A
@@ -9,7 +9,7 @@ command that has one is not run again (to repeat an encoder, delete its lines an
 runs/results/). One seed stands for all that is drawn: pretraining, its teacher, the choice of
 labels and fine-tuning. Of each seed and encoder, in this order: pretraining (untrained: MAE,
 --epochs 0); 20 nearest neighbours; PSNR on its own and on --other data, which it never saw; linear
-probe; fine-tuning with 1%, 10% and all of the labels, and the same from scratch.
+probe; fine-tuning with 1%, 10% and all of the labels, also from scratch.
 
 All labels take --finetune_epochs, 10% of them four times as many, 1% six times (batches of 24), the
 linear probe twice; only the last epoch is validated. Options not listed below go to pretraining.
@@ -88,21 +88,22 @@ def run(command):
     if it fails, or if its folder is of another command."""
     print(f"\n{command}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    log = re.search(r"--runs (\S+) --name (\S+)", command)
-    if log:
-        begun = Path(*log.groups(), "command.txt")
-        begun.parent.mkdir(parents=True, exist_ok=True)
+    found = re.search(r"--runs (\S+) --name (\S+)", command)
+    folder = Path(*found.groups()) if found else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        begun = folder / "command.txt"
         if begun.exists() and begun.read_text() != command:
-            raise SystemExit(f"{begun.parent} is of another command: {begun.read_text()}")
+            raise SystemExit(f"{folder} is of another command: {begun.read_text()}")
         begun.write_text(command)
-    words = command.split() + ["--resume"] * bool(log)
+    words = command.split() + ["--resume"] * bool(folder)
     done = subprocess.run(words, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, "PATH": path})
     print(done.stdout, flush=True)
     if done.returncode:
         raise SystemExit(f"exit code {done.returncode} of {command}")
-    if log:
-        rows = read_lines(Path(*log.groups(), "log.jsonl"))
+    if folder:
+        rows = read_lines(folder / "log.jsonl")
         seconds = sum(row.get("train_s", 0) for row in rows)
         return {**rows[-1], "train_minutes": round(seconds / 60, 2)}
     found = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.M)
@@ -113,7 +114,7 @@ def run(command):
     return {"top1": float(re.search(r"top1 ([\d.]+)", done.stdout)[1])}
 
 
-def run_all(args, title, setup):
+def run_all(args, title, folder):
     """Run what has no line in --out yet. For an evaluation its encoder is trained again, if it is
     gone."""
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
@@ -123,7 +124,7 @@ def run_all(args, title, setup):
     def done():
         return {record["command"] for record in read_lines(args.out)}
 
-    def record(encoder, column, seed, command):
+    def run_and_append(encoder, column, seed, command):
         commit = subprocess.getoutput("git rev-parse --short HEAD")
         numbers = run(command)
         if command not in done():
@@ -134,7 +135,7 @@ def run_all(args, title, setup):
                 file.write(json.dumps(line) + "\n")
 
     for seed in args.seeds:
-        runs = f"runs/results/{setup}/{seed}"
+        runs = f"runs/results/{folder}/{seed}"
         for name in args.only:
             needed = [name] if name in PRETRAINED else []  # encoders
             if "{runs}/mae" in PRETRAINED.get(name, ""):
@@ -144,9 +145,11 @@ def run_all(args, title, setup):
             commands += [(name, column, command)
                          for column, command in evaluations(args, runs, name, seed)]
             missing = [command for *_, command in commands if command not in done()]
-            for encoder, column, command in commands if missing else ():
+            if not missing:
+                continue
+            for encoder, column, command in commands:
                 if column == "pretraining" or command in missing:      # a finished one ends at once
-                    record(encoder, column, seed, command)
+                    run_and_append(encoder, column, seed, command)
 
 
 def main(argv=None):

@@ -2,7 +2,7 @@
 
     python -m tests.tables                                     # tests/RESULTS.md, README's tables
 
-writes what `python -m tests.results --table` prints, and the two short tables of the README. Of a
+writes what `python -m tests.results --table` prints, and the short tables of the README. Of a
 result that was repeated the last line counts.
 
 A quantity is an encoder's column: "20-NN", "linear", "1%", "10%", "100%" (top-1 in %); "minutes";
@@ -31,13 +31,17 @@ are typed, in `tests/tables.py`.
     python -m tests.results --data data/cifar10 --size tiny --epochs 50 --batch_size 512
 
 In each, every method gets the same encoder, data and number of epochs, and its own small settings
-(`small` in its file: depth of the decoder, rate and augmentation differ). These were chosen for
-ViT-micro, whose batches are of 64: ViT-tiny has the same rates with batches of 512, and makes 4,850
-steps, ViT-micro 7,810. i-MAE's teacher, the MAE of the same seed, has its own epochs besides. One
-seed stands for all that is drawn: pretraining, its teacher, the choice of labels and fine-tuning.
-Only the masks of PSNR are the same for all seeds. The CPU computes in float32, the GPU in bf16. The
-GPU was lent for half an hour, in which 16 runs at a time shared it: enough for the encoders that
-are in its tables. Claims on others are left out there.
+(`small` in its file: decoder and rate differ, MINR has another optimizer, i-MAE no augmentation).
+These were chosen for ViT-micro, whose batches are of 64: ViT-tiny has the same rates with batches
+of 512, and makes 4,850 steps, ViT-micro 7,810; HyperMAE's decoder grows with it, MAE's does not.
+i-MAE's teacher, the MAE of the same seed, has its own epochs besides. One seed stands for all that
+is drawn: pretraining, its teacher, the choice of labels and fine-tuning. Only what an evaluation
+draws, images and masks, is the same for all seeds. The CPU computes in float32, the GPU in bf16
+(autocast). The GPU was lent for half an hour, in which 16 runs at a time shared it: enough for the
+cells that are filled. Claims on others are left out there.
+
+**Cells:** mean ± sample deviation of three seeds, or of those that follow; blank: not measured.
+Cells of other seeds compare only by A - B of the seeds that they share, below.
 
 **Data:** `data/cifar10` is CIFAR-10 with each image saved as a JPEG of quality 75, in class folders
 in `train/` (50,000) and `val/` (10,000). This copy is not in the repository: with another encoder's
@@ -54,7 +58,8 @@ hypernetworks.
 **PSNR** says how close predicted pixels are to the true ones, in dB: 10 more are a tenth of the
 squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
 copied. Only MINR's loss covers visible patches. CrossMAE and HyperMAE decode them as they decode
-hidden ones; MAE and i-MAE from the patches' own tokens, of which the loss asks nothing.
+hidden ones; MAE and i-MAE at the visible tokens' places, whose outputs the loss leaves out.
+`shapes` have changed at commit 948a318: results of before are not kept.
 **20-NN**: an image gets the class that its 20 nearest training images vote for, by frozen features.
 **Linear probe**: a linear layer is trained on frozen features. **1%, 10%, 100%**: the whole encoder
 is fine-tuned with that share of each class's labels.
@@ -69,10 +74,9 @@ since.
 
 RULE = """A claim says that A is above B. Its differences A - B are paired: both of one seed. This
 rule was written when seed 0 of ViT-micro was known, which is one of the three (and its encoders,
-fine-tuned with other choices of 1% and 10% of the labels), but before any encoder was pretrained
-with seeds 1 and 2, and before any ViT-tiny. The claims on 2 decoder blocks were added when all
-seeds of MAE and CrossMAE were known, before any run of their own; that MINR's pretraining helps,
-when all of its numbers were known:
+fine-tuned with other choices of 1% and 10% of the labels), but before any result of seeds 1 and 2,
+and of ViT-tiny. The claims on 2 decoder blocks were added when all seeds of MAE and CrossMAE were
+known; that MINR's pretraining helps, when all of its numbers were known:
 
 - with fewer than three seeds there is no verdict;
 - the claim **holds** if the differences of all seeds are above 0, and **fails** if all are below 0,
@@ -83,8 +87,8 @@ when all of its numbers were known:
 Where there is no effect at all, some 7 of 100 rows get a verdict by chance; rows that share an
 encoder are not independent. "As good as" and "loses nothing" ask for less than A above B: only
 *fails* speaks against them. Of falls and changes, above means worse. Three seeds of a small model
-on small images are not the paper's experiment. A row that starts with "why" puts an explanation to
-the test. There is no explanation here without such a row.
+on small images are not the paper's experiment. A row that starts with "why" puts an explanation of
+a verdict to the test. No verdict is explained without such a row.
 """
 
 NAMES = {
@@ -98,9 +102,9 @@ NAMES = {
 IN_README = ("untrained", "mae", "crossmae", "crossmae_25", "hypermae", "ginr", "transinr", "imae",
              "scratch")
 SEEDS = 3                                                  # that a verdict needs
-OURS = "none"                                              # no number of the paper's
-LABELS = ("1%", "10%", "100%")
-CLASSES = ("20-NN", "linear", *LABELS)                     # 20-NN to 100%: top-1
+NO_NUMBER = "none"                                         # of the paper's
+SHARES = ("1%", "10%", "100%")
+TOP1 = ("20-NN", "linear", *SHARES)                        # the columns of top-1
 HIDDEN, DECODED = "own random 0.75 hidden", "own random 0.75 decoded"
 ELSEWHERE = "other random 0.75 decoded"
 SHORT = {HIDDEN: "PSNR hidden", DECODED: "PSNR decoded", ELSEWHERE: "PSNR decoded, shapes"}
@@ -127,64 +131,66 @@ PAPERS = {  # what their numbers below are
 CLAIMS = {  # method: (claim, the paper's numbers of A and B, A, B, columns). A column is one of
     # both, or (A's, B's); B's may be a number.
     "MAE": [
-        ("pretraining helps", "83.6, 82.3 (Table 3, from memory)", "mae", "scratch", LABELS),
-        ("pretraining helps", OURS, "mae", "untrained", LABELS)],
+        ("pretraining helps", "83.6, 82.3 (Table 3, from memory)", "mae", "scratch", SHARES),
+        ("pretraining helps", NO_NUMBER, "mae", "untrained", SHARES)],
     "CrossMAE": [
         ("predicting .25 loses nothing", "83.5, 83.7 (Table 1)", "crossmae_25", "crossmae",
-         CLASSES),
-        ("predicting .25 loses nothing", OURS, "crossmae_25_rate", "crossmae", CLASSES),
-        ("as good as MAE", "83.5, 83.3 (Table 1)", "crossmae_25", "mae", CLASSES),
-        ("as good as MAE", OURS, "crossmae_25_rate", "mae", CLASSES),
-        ("why .25 loses (where it does): its learning rate is a third", OURS, "crossmae_25_rate",
-         "crossmae_25", CLASSES),
-        ("as good as MAE", "83.7, 83.3 (Table 1)", "crossmae", "mae", CLASSES),
+         TOP1),
+        ("predicting .25 loses nothing", NO_NUMBER, "crossmae_25_rate", "crossmae", TOP1),
+        ("as good as MAE", "83.5, 83.3 (Table 1)", "crossmae_25", "mae", TOP1),
+        ("as good as MAE", NO_NUMBER, "crossmae_25_rate", "mae", TOP1),
+        ("why .25 loses (where it does): its learning rate is a third", NO_NUMBER,
+         "crossmae_25_rate", "crossmae_25", TOP1),
+        ("as good as MAE", "83.7, 83.3 (Table 1)", "crossmae", "mae", TOP1),
         ("PSNR is below MAE's", "20.11, 20.05 (Table 13)", "mae", "crossmae", [HIDDEN]),
-        ("PSNR is below MAE's", OURS, "mae", "crossmae_2", [HIDDEN]),
-        ("why .75 is above MAE, where it is: 4 decoder blocks, MAE has 2", OURS, "crossmae",
-         "crossmae_2", [*CLASSES, HIDDEN]),
+        ("PSNR is below MAE's", NO_NUMBER, "mae", "crossmae_2", [HIDDEN]),
+        ("why .75 is above MAE, where it is: 4 decoder blocks, MAE has 2", NO_NUMBER, "crossmae",
+         "crossmae_2", [*TOP1, HIDDEN]),
         ("PSNR is below MAE's", "20.11, 19.97 (Table 13)", "mae", "crossmae_25", [HIDDEN]),
-        ("PSNR is below MAE's", OURS, "mae", "crossmae_25_rate", [HIDDEN]),
+        ("PSNR is below MAE's", NO_NUMBER, "mae", "crossmae_25_rate", [HIDDEN]),
         ("MAE's hidden tokens look at visible ones more than at hidden ones, per token",
          "1.418, 0.388 (Table 6)", "mae", "mae", [("block sum visible", "block sum hidden")]),
         ("MAE's hidden tokens look at visible ones more than at hidden ones, in sum: above half",
          "none; by Table 6 0.55: 50 x 1.418, 147 x 0.388",
          "mae", "mae", [("block sum share of visible", 0.5)]),
         ("inter-block attention helps", "83.3, 82.9 (Table 3d)", "crossmae", "crossmae_last",
-         CLASSES)],
-    "HyperMAE": [("as good as MAE", "82.35, 82.40 (Table 1)", "hypermae", "mae", CLASSES)],
+         TOP1)],
+    "HyperMAE": [("as good as MAE", "82.35, 82.40 (Table 1)", "hypermae", "mae", TOP1)],
     "MINR": [
-        ("pretraining helps", OURS, "ginr", "scratch", LABELS),
+        ("pretraining helps", NO_NUMBER, "ginr", "scratch", SHARES),
         ("better than MAE", "up to 6.4 dB", "ginr", "mae", [DECODED]),
-        ("better than MAE", OURS, "ginr", "mae", [HIDDEN]),
-        ("better than CrossMAE", OURS, "ginr", "crossmae", [DECODED, HIDDEN]),
-        *[("robust to other ratios and patterns", OURS, other, "ginr", ROBUST)
+        ("better than MAE", NO_NUMBER, "ginr", "mae", [HIDDEN]),
+        ("better than CrossMAE", NO_NUMBER, "ginr", "crossmae", [DECODED, HIDDEN]),
+        *[("robust to other ratios and patterns", NO_NUMBER, other, "ginr", ROBUST)
           for other in ("mae", "crossmae", "hypermae", "imae")],
-        ("why it falls so far to 0.9: zeros for hidden patches", OURS, "ginr", "ginr_visible",
+        ("why it falls so far to 0.9: zeros for hidden patches", NO_NUMBER, "ginr", "ginr_visible",
          ["fall from 0.75 to 0.9"]),
         ("GINR is better out of domain", "18.041, 17.361; 19.509, 18.992; 18.045, 17.920 (Table 2)",
          "ginr", "transinr", [ELSEWHERE]),
-        ("GINR is better out of domain", OURS, "ginr_visible", "transinr", [ELSEWHERE]),
+        ("GINR is better out of domain", NO_NUMBER, "ginr_visible", "transinr", [ELSEWHERE]),
         ("TransINR is better in domain", "21.865, 21.680 (CelebA)", "transinr", "ginr", [DECODED]),
-        ("TransINR is better in domain", OURS, "transinr", "ginr_visible", [DECODED])],
+        ("TransINR is better in domain", NO_NUMBER, "transinr", "ginr_visible", [DECODED])],
     "i-MAE": [
-        ("training on mixtures makes them separable: branch above control", OURS, "imae", "imae",
-         [(f"mix {mix} branch {image}", f"mix {mix} control {image}")
+        ("training on mixtures makes them separable: branch above control", NO_NUMBER, "imae",
+         "imae", [(f"mix {mix} branch {image}", f"mix {mix} control {image}")
           for mix in (0.2, 0.4) for image in ("dominant", "subordinate")]),
-        ("distillation helps", OURS, "imae", "imae_alone", CLASSES)],
+        ("distillation helps", NO_NUMBER, "imae", "imae_alone", TOP1)],
 }
 
 
 def measured(printed):
     """{"mix 0.2 branch dominant": number, ...} of the lines of --eval: its tables below PSNR's."""
-    found, names = {}, []
+    found, heads = {}, []
     for line in printed:
         words = re.split("  +", line.strip())
-        if words[0] in ("mix", "block"):
-            names = words
-        elif len(words) == len(names):
-            label = "sum" if words[0] == "sum" else f"{float(words[0]):g}"
-            found |= {f"{names[0]} {label} {name}": float(word)
-                      for name, word in zip(names[1:], words[1:])}
+        if words[0] in ("mix", "block"):                   # a table begins
+            heads = words
+        elif len(words) != len(heads):                     # it has ended
+            heads = []
+        else:
+            label = words[0] if words[0] == "sum" else f"{float(words[0]):g}"
+            for head, word in zip(heads[1:], words[1:]):
+                found[f"{heads[0]} {label} {head}"] = float(word)
     return found
 
 
@@ -251,7 +257,7 @@ class Setup:
         rows = [[NAMES[encoder], *self.row(encoder, columns)] for encoder in encoders]
         return [row for row in rows if any(row[1:])]
 
-    def labels(self, start):
+    def mixes_or_blocks(self, start):
         """What the columns of all encoders that begin so go on with: mixes or blocks."""
         return sorted({column.split()[1] for (_, column), values in self.numbers.items()
                        if values and column.startswith(start)})
@@ -267,9 +273,6 @@ class Setup:
                 for key in ("machine", "torch", "commit", "date"))
             source = f"{machines}; torch {versions}; commit {commits}; {days}"
             sources.setdefault(source, []).append(str(seed))
-        text += (" ± is the sample deviation of three seeds, or of those that follow; blank: not "
-                 "measured. Cells of other seeds compare only by A - B of the seeds that they "
-                 "share, below.")
         for source, seeds in sources.items():
             text += f" Seed {', '.join(seeds)}: {source}."
         return f"### {title} ({self.title})\n\n{text}\n\n{markdown(heads, rows)}"
@@ -277,7 +280,7 @@ class Setup:
 
 def digits(column):
     """How many are printed behind the point."""
-    if column in CLASSES:
+    if column in TOP1:
         return 1
     return 3 if column.startswith(("mix", "block")) else 2
 
@@ -300,14 +303,13 @@ def markdown(heads, rows):
 
 
 def verdict(differences):
-    """By RULE, of {seed: A - B}."""
+    """By RULE, of {seed: A - B}. A mean so far from 0 implies one sign of three seeds."""
     values = [*differences.values()]
     if len(values) < SEEDS:
         return f"{len(values)} of {SEEDS} seeds so far"
-    one_sign = min(values) > 0 or max(values) < 0
-    if not one_sign or abs(mean(values)) <= 2 * stdev(values):
+    if abs(mean(values)) <= 2 * stdev(values):
         return "cannot be told"
-    return "holds" if min(values) > 0 else "fails"
+    return "holds" if mean(values) > 0 else "fails"
 
 
 def classification(setup):
@@ -316,8 +318,8 @@ def classification(setup):
         "pretraining: the fewest of the seeds that recorded them, while other runs shared the "
         "machine, so not to compare methods by. A network from scratch has no features to probe.",
         [record for record in setup.records if not record["column"].startswith("PSNR")],
-        ["encoder", *(setup.names.get(column, column) for column in CLASSES), "minutes"],
-        setup.rows([*CLASSES, "minutes"]))
+        ["encoder", *(setup.names.get(column, column) for column in TOP1), "minutes"],
+        setup.rows([*TOP1, "minutes"]))
 
 
 def psnr(setup, place):
@@ -337,13 +339,14 @@ def psnr(setup, place):
 def measures(setup):
     """What is made of PSNR on own data, and printed besides."""
     name = setup.names.get("own")
-    used = {encoder: [record for record in setup.records if record["encoder"].startswith(encoder)
-                      and record["column"] == f"PSNR on {name}"] for encoder in ("", "imae", "mae")}
+    used = [record for record in setup.records if record["column"] == f"PSNR on {name}"]
+    of_imae = [record for record in used if record["encoder"] in ("imae", "imae_alone")]
+    of_mae = [record for record in used if record["encoder"] == "mae"]
     yield setup.section(
         "Robustness", "What the PSNR of hidden pixels loses from one mask ratio to the next, and "
         f"how far it moves, up or down, from random masks to others at 0.75; in dB, on {name}. "
         "Small is not good by itself: untrained, with nothing to lose, is the most robust.",
-        used[""], ["encoder", *ROBUST], setup.rows(ROBUST))
+        used, ["encoder", *ROBUST], setup.rows(ROBUST))
     yield setup.section(
         "Separability", "R^2 (1 is best) of linear maps to the teacher's latent of one of two "
         "images, unmixed, by the weight (mix) of the subordinate one. They start from the latent "
@@ -351,17 +354,17 @@ def measures(setup):
         "latent of the mixture that the teacher itself has, a plain MAE that was trained on no "
         "mixture (control). The less is mixed in, the nearer the control's latent is to that of "
         "the dominant image, which is the teacher's own, too: at low weights the control must win "
-        f"there. Images of {name}.", used["imae"], ["encoder", "mix", *R2],
+        f"there. Images of {name}.", of_imae, ["encoder", "mix", *R2],
         [[NAMES[encoder], mix, *setup.row(encoder, [f"mix {mix} {source}" for source in R2])]
-         for encoder in ("imae", "imae_alone") for mix in setup.labels("mix")])
+         for encoder in ("imae", "imae_alone") for mix in setup.mixes_or_blocks("mix")])
     yield setup.section(
         "Attention", "How much the hidden tokens of an MAE attend to one visible and to one hidden "
         "token in each decoder block (mean over tokens, summed over heads), and the share of it "
         "that all visible tokens get together, a quarter of all by number (class token included); "
         "of the sum, the mean over blocks. "
-        f"Images of {name}.", used["mae"], ["encoder", "block", *ATTENTION],
+        f"Images of {name}.", of_mae, ["encoder", "block", *ATTENTION],
         [[NAMES["mae"], block, *setup.row("mae", [f"block {block} {part}" for part in ATTENTION])]
-         for block in setup.labels("block")])
+         for block in setup.mixes_or_blocks("block")])
 
 
 def describe(setup, column):
@@ -380,7 +383,7 @@ def commands(encoders, column):
     made |= {"untrained": "--epochs 0", "scratch": "--mode scratch"}
     measure = "finetune.py --mode knn" if column == "20-NN" else "train.py --eval"
     if column in TUNED:
-        measure = f"finetune.py {TUNED[column][0]}"
+        measure = f"finetune.py {TUNED[column][0]}".removesuffix(" --mode finetune")
     words = dict.fromkeys([made[encoder] for encoder in encoders] + [measure])
     return ", ".join(f"`{part}`" for part in words)
 
@@ -405,13 +408,12 @@ def claims(setup, method):
     for claim, paper, what, encoders, a, b, differences in compared(setup, method):
         places = digits(a) + 1
         where = describe(setup, a) if a == b else f"{describe(setup, a)} above {b}"
-        if a in CLASSES and a != "100%":
-            paper = OURS                                   # whose top-1 is of all labels
-        rows.append([claim, what, where, paper,
+        of_all_labels = a not in TOP1 or a == "100%"       # as the paper's top-1
+        rows.append([claim, what, where, paper if of_all_labels else NO_NUMBER,
                      ", ".join(f"{d:+.{places}f}" for d in differences.values()),
                      cell(differences, places, "+"), verdict(differences), commands(encoders, a)])
     heads = ["claim", "A above B", "in", "paper: A, B", "A - B, seed by seed", "mean ± deviation",
-             "verdict", "what differs in the commands"]
+             "verdict", "of the commands"]
     title = f"### Claims: {method} ({setup.title})"
     return f"{title}\n\n{PAPERS[method]}\n\n{markdown(heads, rows)}" if rows else ""
 
@@ -428,7 +430,7 @@ def read_setups(records):
 
 def summary(setups):
     """The README's tables of results."""
-    columns = [(HIDDEN, DECODED), "20-NN", *LABELS]
+    columns = [(HIDDEN, DECODED), "20-NN", *SHARES]
     return "\n".join(markdown([setup.budget, "PSNR, hidden / decoded", *columns[1:]],
                               setup.rows(columns, IN_README)) for setup in setups)
 
@@ -436,16 +438,17 @@ def summary(setups):
 def verdicts(setups):
     """The README's table of claims, without numbers: a row for each claim and pair of encoders, a
     column for each setup, in whose cells are the columns with each verdict."""
-    cells = defaultdict(lambda: defaultdict(list))         # [claim, A above B][budget, verdict]
+    found = {}                     # {(claim, A above B): for each setup {verdict: [column, ...]}}
     for method in CLAIMS:
-        for setup in setups:
+        for i, setup in enumerate(setups):
             for claim, _, what, _, column, _, differences in compared(setup, method):
                 column = SHORT.get(column, column.removeprefix("mix ").removeprefix("block sum "))
-                cells[f"{method}: {claim}", what][setup.budget, verdict(differences)].append(column)
+                row = found.setdefault((f"{method}: {claim}", what), [{} for _ in setups])
+                row[i].setdefault(verdict(differences), []).append(column)
     rows = []
-    for claim, found in cells.items():
-        texts = [[f"**{said}** {', '.join(columns)}" for (budget, said), columns in found.items()
-                  if budget == setup.budget] for setup in setups]
+    for claim, row in found.items():
+        texts = [[f"**{said}** {', '.join(columns)}" for said, columns in cell.items()]
+                 for cell in row]
         rows.append([*claim, *map("; ".join, texts)])
     return markdown(["claim", "A above B", *(setup.budget for setup in setups)], rows)
 
@@ -469,6 +472,7 @@ def main(folder=Path("tests")):
     text, setups = readme.read_text(encoding="utf-8"), read_setups(records)
     for mark, table in ("results", summary(setups)), ("claims", verdicts(setups)):
         start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+        assert start in text and end in text
         before, _, rest = text.partition(start)
         text = before + start + table + end + rest.partition(end)[2]
     readme.write_text(text, encoding="utf-8")
