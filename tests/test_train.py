@@ -501,7 +501,7 @@ def test_what_is_said(pretrain, tmp_path, capsys):
     assert said.count("2 .heic") == 1 == said.count("1 .gif")
     assert "note    x in flat are not taken for classes" in said
     assert all(word in said for word in ("steps are few", "--batch_size", "--epochs", "--init"))
-    assert "python train.py --eval runs/mae/last.pt" in said
+    assert 'python train.py --eval "runs/mae/last.pt"' in said
     pretrain("--batch_size", "1", "--epochs", "13", "--depth", "1", name="more")
     assert "steps are few" not in capsys.readouterr().out
 
