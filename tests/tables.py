@@ -59,7 +59,8 @@ hypernetworks.
 squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
 copied. Only MINR's loss covers visible patches. CrossMAE and HyperMAE decode them as they decode
 hidden ones; MAE and i-MAE at the visible tokens' places, whose outputs the loss leaves out.
-`shapes` have changed at commit 948a318: results of before are not kept.
+`shapes` changed at commit 948a318: results on those of before are left out.
+
 **20-NN**: an image gets the class that its 20 nearest training images vote for, by frozen features.
 **Linear probe**: a linear layer is trained on frozen features. **1%, 10%, 100%**: the whole encoder
 is fine-tuned with that share of each class's labels.
@@ -67,9 +68,9 @@ is fine-tuned with that share of each class's labels.
 **To repeat a result**, run the command of its encoder's pretraining (for i-MAE, MAE's first), then
 its own, each at its own commit. All of an encoder and seed, at the newest commit: in a fresh clone,
 one of the two commands above with `--seeds 1 --only mae --out again.jsonl`. Without `--out` no
-command runs again that has its line in the file, and new lines replace older ones of the same
-encoder, column and seed: those of seed 0 from before commit f4c4c4c, whose commands have changed
-since.
+command runs again that has its line in the file. Most of seed 0 of ViT-micro is from before commit
+f4c4c4c, and its commands have changed since. Of lines of the same encoder, column and seed the
+tables take the last.
 """
 
 RULE = """A claim says that A is above B. Its differences A - B are paired: both of one seed. This
