@@ -33,6 +33,7 @@ PRETRAINED = {  # name: --method and its arguments
     "crossmae_25_rate": "crossmae --prediction_ratio 0.25 --lr 2e-3",
     "crossmae_last": "crossmae --feature_maps last",
     "crossmae_2": "crossmae --decoder_depth 2", "hypermae": "hypermae", "ginr": "minr",
+    "ginr_rate": "minr --lr 2e-3", "ginr_hidden": "minr --loss_on masked",
     "ginr_visible": "minr --encode_visible_only", "transinr": "minr --hypernetwork transinr",
     "imae": "imae --teacher {runs}/mae/last.pt",
     "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
