@@ -54,14 +54,14 @@ are fine-tuned. CrossMAE *.75* and *.25* are the shares of patches that it predi
 rate*: by default .25 has a third of MAE's learning rate, MINR twice MAE's; *last map alone*:
 without inter-block attention; *2 decoder blocks*: as many as MAE, by default it has 4. GINR and
 TransINR are MINR's two hypernetworks. *Loss on hidden pixels only*: by default MINR's covers all
-(here a step renders a quarter of an image's pixels, of which three quarters are hidden).
+(here a step renders a quarter of an image's pixels, of which some three quarters are hidden).
 
 **PSNR** says how close predicted pixels are to the true ones, in dB: 10 more are a tenth of the
 squared error. *Hidden* is over hidden pixels; *decoded* over the whole image as decoded, nothing
 copied. Only MINR's loss covers visible patches, unless it is on hidden pixels only. CrossMAE and
 HyperMAE decode them as they decode hidden ones; MAE and i-MAE at the visible tokens' places, whose
-outputs the loss leaves out.
-`shapes` changed at commit 948a318: results on those of before are left out.
+outputs the loss leaves out. `shapes` changed at commit 948a318: results on those of before are left
+out.
 
 **20-NN**: an image gets the class that its 20 nearest training images vote for, by frozen features.
 **Linear probe**: a linear layer is trained on frozen features. **1%, 10%, 100%**: the whole encoder
@@ -79,10 +79,10 @@ RULE = """A claim says that A is above B. Its differences A - B are paired: both
 rule was written when seed 0 of ViT-micro was known, which is one of the three (and its encoders,
 fine-tuned with other choices of 1% and 10% of the labels), but before any result of seeds 1 and 2,
 and of ViT-tiny. The claims on CrossMAE with 2 decoder blocks, on GINR at MAE's rate and on GINR
-with its loss on hidden pixels were added later, when all seeds of MAE, CrossMAE and GINR were
-known, but no result of these three (they were committed with their results, so that git does not
-show the order). That MINR's pretraining helps, above from scratch and above untrained, was added
-when the numbers were known:
+with its loss on hidden pixels were added later: what each is compared with was known, its own
+results were not (claims and results were committed together, so that git does not show the order).
+Two were added when their numbers were known: that MINR's pretraining helps at its own rate, and
+that at MAE's rate it is above untrained:
 
 - with fewer than three seeds there is no verdict;
 - the claim **holds** if the differences of all seeds are above 0, and **fails** if all are below 0,
