@@ -14,7 +14,8 @@ Where paper and released code differ, or torchvision does from both, and what is
   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
   4. Mean pooling leaves out the class token, as released. HyperMAE's text pools all tokens.
   5. Probe and neighbours take the mean too, so that all methods compare; the release's probe reads
-     the class token (--pool token).
+     the class token (--pool token). Of MINR all read its weight tokens, which its loss trains
+     (--pool joined, or extra).
   6. Layer decay is 0.75 as in the papers; the release's command for ViT-B has 0.65.
 """
 
@@ -31,7 +32,7 @@ from torchvision.transforms import v2
 from train import (HELP, KINDS, LAYOUT, SHARED, add_flags, add_options, apply_recipe, autocast,
                    bounded_number, crop_batch, crop_transform, fit, initialize, mean_over_processes,
                    name_run, open_data, read, run_cli, val_batches, vit_config)
-from vit import IMAGENET_MEAN, IMAGENET_STD, InputError, ViT, normalize
+from vit import IMAGENET_MEAN, IMAGENET_STD, InputError, ViT, count_extra_tokens, normalize
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
@@ -49,13 +50,19 @@ RECIPES = {  # mode: recipe and small
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
 
 
+MOST_FEATURES = 5000  # that --pool joined may make: 64 patch tokens of the micro encoder are 4,096
+
+
 class Classifier(nn.Module):
     """A ViT with a head: `logits(images)`, and `loss, metrics = model(images, targets)`.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        extra_tokens: number of learned tokens after the patches (MINR's weight tokens)
         classes: number of classes
-        pool: "mean" of the patch tokens or the class "token"
+        pool: what becomes the features: the "mean" of the patch tokens; the class "token"; the mean
+            of the "extra" tokens; or the extra tokens "joined" to one vector, where there are none
+            the patch tokens
         probe: train nothing but a linear layer after a BatchNorm without affine (MAE, Appendix A.1)
         norm: whether the encoder of a probe has a final norm
         drop_path, smoothing: stochastic depth of the last block, label smoothing
@@ -63,32 +70,45 @@ class Classifier(nn.Module):
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
-                 classes=1000, pool="mean", probe=False, norm=False, drop_path=0.0, smoothing=0.0,
-                 mean=IMAGENET_MEAN, std=IMAGENET_STD):
+                 extra_tokens=0, classes=1000, pool="mean", probe=False, norm=False, drop_path=0.0,
+                 smoothing=0.0, mean=IMAGENET_MEAN, std=IMAGENET_STD):
         super().__init__()
         self.pool, self.probe, self.smoothing = pool, probe, smoothing
         self.mean, self.std = tuple(mean), tuple(std)
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
-                           norm=norm if probe else pool == "token")
+                           norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed until here, learnt from here on
-        linear = nn.Linear(dim, classes)
+        width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
+        if pool == "extra" and not extra_tokens:
+            raise InputError("--pool extra: this encoder has no extra tokens, only MINR's has")
+        if width > MOST_FEATURES and pool == "joined":
+            raise InputError(f"--pool joined: {width} features are more than {MOST_FEATURES}; try "
+                             f"--pool {'extra' if extra_tokens else 'mean'}")
+        linear = nn.Linear(width, classes)
         nn.init.trunc_normal_(linear.weight, std=0.01 if probe else 2e-5)  # as released
         nn.init.zeros_(linear.bias)
         if probe:
             self.encoder.requires_grad_(False)
-            self.head = nn.Sequential(nn.BatchNorm1d(dim, affine=False, eps=1e-6), linear)
-        else:
-            self.fc_norm = nn.LayerNorm(dim, eps=1e-6) if pool == "mean" else nn.Identity()
+            self.head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
+        else:                                              # the class token has the encoder's norm
+            self.fc_norm = nn.Identity() if pool == "token" else nn.LayerNorm(width, eps=1e-6)
             self.head = linear
 
     def features(self, images):
-        """Images (B,C,H,W), normalised -> (B,D): the mean patch token or the class token."""
-        tokens = self.encoder(images)                                  # (B, 1+L, D)
-        return tokens[:, 1:].mean(dim=1) if self.pool == "mean" else tokens[:, 0]
+        """Images (B,C,H,W), normalised -> what `pool` makes of their tokens: (B,D), or (B,G*D) or
+        (B,L*D) if joined."""
+        tokens = self.encoder(images)                                  # (B, 1+L+G, D)
+        patches = tokens[:, 1:1 + self.encoder.num_patches]            # (B, L, D)
+        extra = tokens[:, 1 + self.encoder.num_patches:]               # (B, G, D)
+        if self.pool == "token":
+            return tokens[:, 0]
+        if self.pool == "joined":
+            return (extra if extra.shape[1] else patches).flatten(1)
+        return (patches if self.pool == "mean" else extra).mean(dim=1)
 
     def logits(self, images):
         """Images (B,C,H,W), normalised -> (B,classes)."""
-        x = self.features(images)                                      # (B, D)
+        x = self.features(images)                                      # (B, D), or wider
         return self.head(x if self.probe else self.fc_norm(x))
 
     def classify(self, images):
@@ -101,17 +121,26 @@ class Classifier(nn.Module):
         return loss, {"loss": loss.detach()}
 
 
+def default_pool(extra_tokens, dim):
+    """What is read of an encoder of width dim unless --pool says otherwise: of MINR's, the tokens
+    that its loss trains."""
+    if not extra_tokens:
+        return "mean"
+    return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
+
+
 def layer_decay_groups(model, weight_decay, layer_decay):
     """Groups of the trained parameters, each a dict of params, weight_decay and lr_scale, which is
     layer_decay ** (n - i) for layer i of n: the embedding is layer 0, block i is i + 1, what is
     after the blocks n. Weight decay as in training (none below two axes: biases and norms), but
-    none on the class token and the positions (BEiT; MAE Table 9)."""
+    none on learned tokens and positions (BEiT; MAE Table 9)."""
     groups, n = {}, len(model.encoder.blocks) + 1
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")
-        embedding = part[0] in ("cls_token", "pos_embed", "patch_embed")
+        learned = part[0] in ("cls_token", "pos_embed", "extra_tokens")
+        embedding = learned or part[0] == "patch_embed"
         layer = 0 if embedding else int(part[1]) + 1 if part[0] == "blocks" else n
-        decays = p.ndim > 1 and part[0] not in ("cls_token", "pos_embed")
+        decays = p.ndim > 1 and not learned
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
                          lr_scale=layer_decay ** (n - layer))
@@ -139,9 +168,10 @@ def knn(model, train, args, img_size, temperature=0.07):
     def embed(images):
         with autocast(args):
             features = model.features(normalize(images, model))
-        return F.normalize(features.float(), dim=1)                    # (b, D)
+        return F.normalize(features.float(), dim=1)                    # (b, width)
 
-    bank = torch.zeros(len(train.labels), model.encoder.dim, device=args.device)     # (N, D)
+    width = model.head[0].num_features                     # of the features, as the probe's norm
+    bank = torch.zeros(len(train.labels), width, device=args.device)   # (N, width)
     bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)
     for ids, images, labels in val_batches(train, args, img_size):
         bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(images), labels
@@ -150,7 +180,7 @@ def knn(model, train, args, img_size, temperature=0.07):
         dist.all_reduce(bank_labels)
 
     def score(images):
-        features = embed(images)                                       # (b, D)
+        features = embed(images)                                       # (b, width)
         with torch.autocast(args.device.type, enabled=False):          # in 16 bits many would tie
             cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k)
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
@@ -238,8 +268,11 @@ def finetune(args):
     if args.eval_every is None:                            # few labels: not after each epoch
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     torch.manual_seed(args.seed)
-    config.update(classes=len(train.classes), pool=args.pool, smoothing=args.smoothing,
-                  drop_path=args.drop_path, probe=args.mode in ("linear", "knn"),
+    extra_tokens = count_extra_tokens(source["model"])
+    args.pool = args.pool or default_pool(extra_tokens, config["dim"])
+    config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
+                  smoothing=args.smoothing, drop_path=args.drop_path,
+                  probe=args.mode in ("linear", "knn"),
                   norm="encoder.norm.weight" in source["model"],
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
@@ -290,8 +323,10 @@ def main(argv=None):
     option("--checkpoint", metavar="FILE", help="of train.py, or released by MAE, CrossMAE or timm")
     option("--labels", type=bounded_number(float, 0, 1), default=1.0, metavar="X",
            help="share of each class's labels to train on, at least one (1)")
-    option("--pool", choices=("mean", "token"), default="mean",
-           help="features: mean of the patch tokens, or the class token (mean)")
+    option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
+           "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
+           "tokens joined, where there are none all patch tokens. For MINR joined or, if that "
+           "makes too many numbers, extra; else (mean)")
     option("--k", type=bounded_number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]

@@ -135,7 +135,7 @@ class HyperMAE(nn.Module):
         n = len(self.weight_tokens)
         unshared = len(self.encoder.blocks) - self.shared_blocks       # see no weight tokens
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
-        x = self.encoder.add_class_token(x)                            # (B, 1+K, D)
+        x = self.encoder.add_learned_tokens(x)                            # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12, if none is shared
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2

@@ -8,7 +8,9 @@ Its paper was at hand only as a summary with few sections' numbers: "paper" is w
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
 a ViT, the hypernetwork, gets the image with three quarters of its patches zeroed, and weight tokens
 that become weights of the MLP; one pass then renders every pixel, hidden or visible, at any
-resolution. With GINR one layer is the image's own and the others are shared by all images.
+resolution. With GINR one layer is the image's own and the others are shared by all images. The
+weight tokens are the encoder's extra tokens: it keeps them, and finetune.py reads them, not the
+patch tokens, on whose last outputs the loss has no gradient.
 
     B images, L patches, K visible, D width, G weight tokens, N pixels that are rendered
     layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
@@ -129,15 +131,17 @@ class MINR(nn.Module):
         if not modulated or not all(isinstance(i, int) and 0 <= i < mlp_depth for i in modulated):
             raise InputError(f"modulated_layers {modulated_layers} are not layers from 0 to "
                              f"{mlp_depth - 1}")
-        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False)
+        widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
+        self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
+        self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False,
+                           extra_tokens=sum(self.groups.values()))
+        nn.init.normal_(self.encoder.extra_tokens)                     # weight tokens: N(0, 1)
         visible_count(self.encoder.num_patches, mask_ratio)            # InputError, unless it fits
         self.mask_ratio, self.hypernetwork, self.loss_on = mask_ratio, hypernetwork, loss_on
         self.ff_dim, self.ff_sigma, self.out_bias = ff_dim, ff_sigma, out_bias
         self.coord_jitter, self.pixel_fraction = coord_jitter, pixel_fraction
         self.encode_visible_only = encode_visible_only
 
-        widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
-        self.groups = {i: min(groups, widths[i + 1]) for i in modulated}  # g_i
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # phi: instance-agnostic
         for i, (a, b) in enumerate(zip(widths, widths[1:])):           # norms: see modulate
             g = self.groups.get(i)
@@ -148,7 +152,6 @@ class MINR(nn.Module):
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)
             self.biases.append(torch.zeros(b))
-        self.weight_tokens = nn.Parameter(torch.randn(sum(self.groups.values()), dim))  # (G, D)
         self.to_weights = nn.ModuleDict({
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i])) for i in modulated})
 
@@ -156,16 +159,11 @@ class MINR(nn.Module):
         """The hypernetwork (Sec. 3.2): images (B,C,H,W) of which ids_keep (B,K) are visible, where
         mask (B,L) is 0 -> the weight tokens (B,G,D) as they leave the ViT."""
         if self.encode_visible_only:
-            tokens = self.encoder.embed(images, ids_keep)              # (B, K, D)
+            x = self.encoder(images, ids_keep)                         # (B, 1+K+G, D)
         else:
             hidden = self.encoder.pixels_of(mask).bool()               # (B, 1, H, W)
-            tokens = self.encoder.embed(images.masked_fill(hidden, 0))  # (B, L, D)
-        x = self.encoder.add_class_token(tokens)                       # (B, 1+L, D), or 1+K
-        weight_tokens = self.weight_tokens.expand(len(x), -1, -1)      # (B, G, D)
-        x = torch.cat([x, weight_tokens], dim=1)                       # (B, 1+L+G, D)
-        for block in self.encoder.blocks:
-            x = block(x)                                               # (B, 1+L+G, D)
-        return x[:, -weight_tokens.shape[1]:]                          # (B, G, D)
+            x = self.encoder(images.masked_fill(hidden, 0))            # (B, 1+L+G, D)
+        return x[:, -len(self.encoder.extra_tokens):]                  # (B, G, D)
 
     def modulate(self, tokens):
         """Weight tokens (B,G,D), one modulated layer after the other -> all layers of the MLP

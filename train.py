@@ -559,6 +559,9 @@ def read(path, heads=None):
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state, flags={},
                        mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if content["method"] == "minr" and "weight_tokens" in state:       # as they were once called
+        state["encoder.extra_tokens"] = state.pop("weight_tokens")
+        content.pop("optimizer", None)                     # its moments are in another order
     return content
 
 
@@ -599,6 +602,9 @@ def resume(last, model, optimizer, scaler, content, args):
     differ. InputError if it is of another model or optimizer."""
     saved = read(last)
     flags, config = saved["flags"], saved["config"]
+    if "optimizer" not in saved:
+        raise InputError(f"{last} is of an older version of this code and cannot be resumed: "
+                         f"--overwrite replaces it, --name NAME starts another run")
     was = {**config, "method": saved["method"], "optimizer": flags.get("optimizer")}
     now = {**content["config"], "method": content["method"], "optimizer": args.optimizer}
     for name in ["method", *sorted(was.keys() | now.keys())]:

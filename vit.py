@@ -7,6 +7,7 @@ Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/m
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
+    G extra tokens, for models that have them: tokens (B,1+K+G,D), class token first, then patches
 """
 
 import math
@@ -237,7 +238,8 @@ def init_weights(module):
 
 class ViT(nn.Module):
     """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing;
-    `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim).
+    `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim). Extra tokens, if
+    there are any, follow the patches: (B,1+L+G,dim).
 
     Args:
         img_size, patch_size: int or (H, W) in pixels; InputError if they do not fit
@@ -245,10 +247,11 @@ class ViT(nn.Module):
         mlp_ratio: hidden width of the MLPs over dim
         norm: a LayerNorm after the last block; False where nothing after it needs one
         drop_path: stochastic depth of the last block, growing linearly from 0 at the first
+        extra_tokens: number G of learned tokens after the patches, elsewhere called register tokens
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
-                 mlp_ratio=4.0, norm=True, drop_path=0.0):
+                 mlp_ratio=4.0, norm=True, drop_path=0.0, extra_tokens=0):
         super().__init__()
         self.grid = grid_of(img_size, patch_size)
         self.img_size, self.patch_size = pair(img_size), pair(patch_size)
@@ -262,6 +265,9 @@ class ViT(nn.Module):
         drops = torch.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
+        self.extra_tokens = None
+        if extra_tokens:
+            self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
         self.apply(init_weights)
         nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
 
@@ -340,14 +346,18 @@ class ViT(nn.Module):
         weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
         return F.linear(patches, weight, proj.bias) + pos              # ViT eq. 1
 
-    def add_class_token(self, tokens):
-        """Tokens (B,K,D) with the class token before them: (B,1+K,D)."""
+    def add_learned_tokens(self, tokens):
+        """Tokens (B,K,D) with the class token before and the extra tokens after them: (B,1+K,D), or
+        (B,1+K+G,D)."""
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
-        return torch.cat([cls.expand(len(tokens), -1, -1), tokens], dim=1)
+        parts = [cls.expand(len(tokens), -1, -1), tokens]
+        if self.extra_tokens is not None:
+            parts.append(self.extra_tokens.expand(len(tokens), -1, -1))  # (B, G, D)
+        return torch.cat(parts, dim=1)
 
     def encode(self, tokens):
         """Tokens (B,K,D) through all blocks and the final norm, if there is one: (B,1+K,D)."""
-        x = self.add_class_token(tokens)                               # (B, 1+K, D)
+        x = self.add_learned_tokens(tokens)                               # (B, 1+K, D)
         for block in self.blocks:
             x = block(x)                                               # (B, 1+K, D)
         return self.norm(x)                                            # ViT eq. 4, of all tokens
@@ -355,7 +365,7 @@ class ViT(nn.Module):
     def layers(self, tokens):
         """All feature maps of tokens (B,K,D), without the final norm: the first block's input and
         each block's output, a list of 1 + depth, (B,1+K,D) each."""
-        maps = [self.add_class_token(tokens)]
+        maps = [self.add_learned_tokens(tokens)]
         for block in self.blocks:
             maps.append(block(maps[-1]))
         return maps
@@ -365,7 +375,7 @@ class ViT(nn.Module):
 
 
 # ----------------------------------------------------------------------------------- released names
-ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
+ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "extra_tokens")
 DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")  # or a head's
 
 
@@ -388,6 +398,11 @@ def encoder_sizes(state):
     return dict(dim=dim, depth=len(blocks), patch_size=tuple(patch_size), in_chans=in_chans)
 
 
+def count_extra_tokens(state):
+    """The number G of extra tokens of the encoder in a state dict of our names, 0 for none."""
+    return len(state.get("encoder.extra_tokens", ()))
+
+
 def sizes_of(state, path, heads=None):
     """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
     with `heads` (None: of the size in SIZES that is as wide). Its grid is taken to be square.
@@ -401,7 +416,8 @@ def sizes_of(state, path, heads=None):
         heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"])
     if heads is None:
         raise InputError(f"{path} does not say its number of heads: give --heads")
-    return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads)
+    return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads,
+                extra_tokens=count_extra_tokens(state))
 
 
 def encoder_and_rest(state):
@@ -453,6 +469,9 @@ def transfer(model, state, grid=None):
                          "some methods have none)")
         elif k == "encoder.norm.weight":
             notes.append("fresh: encoder.norm (expected: some methods have none)")
+        elif k == "encoder.extra_tokens":
+            notes.append(f"{'not taken over' if k in encoder else 'fresh'}: {k} (MINR alone has "
+                         f"them)")
         elif k != "encoder.norm.bias":
             errors.append(f"{k} is {'left over' if k in encoder else 'missing'}")
     if errors:

@@ -423,7 +423,7 @@ def modulate_cases(minr):
     models = [build(minr.MINR, **options) for options in (
         {}, dict(modulated_layers=(0, 2)),
         dict(hypernetwork="transinr", groups=3, modulated_layers=(0, 1, 3)))]
-    return [(model, torch.randn(2, len(model.weight_tokens), 8)) for model in models]
+    return [(model, torch.randn(2, len(model.encoder.extra_tokens), 8)) for model in models]
 
 
 @exercise(

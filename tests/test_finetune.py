@@ -33,11 +33,72 @@ def test_replay_takes_the_class_token():
     assert torch.allclose(replay(fixture)["pred"], model.head(tokens[:, 0]), atol=1e-6)
 
 
-@pytest.mark.parametrize("pool", ["mean", "token"])
+@pytest.mark.parametrize("pool, extra, width", [
+    ("mean", 0, 16), ("token", 0, 16), ("joined", 0, 256), ("mean", 3, 16), ("token", 3, 16),
+    ("extra", 3, 16), ("joined", 3, 48)])
+def test_features(pool, extra, width):
+    """Of 16 patch tokens and of extra tokens, which come after them."""
+    model, images = classifier(pool=pool, extra_tokens=extra), torch.randn(2, 3, 16, 16)
+    tokens = model.encoder(images)
+    assert tokens.shape == (2, 17 + extra, 16)
+    patches, extras = tokens[:, 1:17], tokens[:, 17:]
+    wanted = {"mean": patches.mean(1), "token": tokens[:, 0], "extra": extras.mean(1),
+              "joined": torch.cat((extras if extra else patches).unbind(1), dim=1)}[pool]
+    assert torch.equal(model.features(images), wanted)
+    assert wanted.shape == (2, width) and model.logits(images).shape == (2, 3)
+
+
+def test_extra_tokens_travel(pretrain, folder, tmp_path, capsys, refused):
+    """From a MINR to a classifier, in each mode, and back, also of files from before the encoder
+    had them."""
+    own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
+    minr, mae = pretrain(*own, name="minr", own=[]), pretrain()
+    tokens, words = minr["model"]["encoder.extra_tokens"], [*TINY[8:], "--data", str(folder)]
+    assert tokens.shape == (5, 16) and minr["mean"] == (0, 0, 0)
+    old = dict(minr, model=dict(minr["model"]))
+    old["model"]["weight_tokens"] = old["model"].pop("encoder.extra_tokens")
+    torch.save(old, "old.pt")
+    assert same(train.read("old.pt")["model"], minr["model"]) and train.load("old.pt")
+    Path("runs/old").mkdir()
+    Path("old.pt").rename("runs/old/last.pt")
+    refused(train.main, ["--data", folder, *TINY, *own, "--name", "old", "--resume"],
+            "runs/old/last.pt is of an older version of this code and cannot be resumed")
+    torch.save({k.removeprefix("encoder."): v for k, v in minr["model"].items()
+                if k.startswith("encoder.")}, "encoder.pth")
+    for path, heads in (("runs/minr/last.pt", []), ("runs/old/last.pt", []),
+                        ("encoder.pth", ["--heads", "2"])):
+        for mode in ("finetune", "linear", "knn", "scratch"):
+            finetune.main(["--checkpoint", path, "--mode", mode, *words, *heads, "--epochs", "0",
+                           "--name", "tuned", "--overwrite"])
+            if mode == "knn":
+                continue
+            tuned = train.read("runs/tuned/last.pt")
+            assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
+            kept = torch.equal(tuned["model"]["encoder.extra_tokens"], tokens)
+            assert kept == (mode != "scratch")
+    finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *words[-2:]])
+    finetune.main(["--checkpoint", "runs/mae/last.pt", "--pool", "joined", *words, "--name", "j"])
+    assert train.read("runs/j/last.pt")["model"]["head.weight"].shape == (2, 256)
+    assert finetune.default_pool(200, 768) == "extra"
+    refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", "--pool", "extra", *words],
+            "--pool extra", "no extra tokens")
+    refused(finetune.main, ["--mode", "scratch", "--img_size", "64", "--patch_size", "4", "--dim",
+                            "32", "--heads", "2", "--pool", "joined", *words],
+            "--pool joined: 8192 features are more than 5000; try --pool mean")
+    capsys.readouterr()
+    pretrain("--init", "runs/minr/last.pt", name="a")
+    pretrain(*own, "--init", "runs/mae/last.pt", name="b", own=[])
+    pretrain(*own, "--init", "runs/minr/last.pt", "--epochs", "0", name="c", own=[])
+    said = capsys.readouterr().out
+    assert "not taken over: encoder.extra_tokens" in said and "fresh: encoder.extra_tokens" in said
+    assert same(train.read("runs/c/last.pt")["model"], minr["model"])
+
+
+@pytest.mark.parametrize("pool", ["mean", "token", "extra", "joined"])
 @pytest.mark.parametrize("probe", [False, True])
 def test_what_is_trained(probe, pool):
     """All that can be, positions too, or nothing but the head."""
-    model = classifier(probe=probe, pool=pool)
+    model = classifier(probe=probe, pool=pool, extra_tokens=2 * (pool in ("extra", "joined")))
     model(torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0]))[0].backward()
     moved = {n for n, p in model.named_parameters() if p.grad is not None}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}

@@ -19,7 +19,7 @@ import train
 from tests.conftest import ROOT, same
 from tests.golden import EXPECTED, distances, load, replay
 from train import METHODS, method_arguments
-from vit import InputError, mask_noise, normalize_patches, patchify, unpatchify
+from vit import InputError, count_extra_tokens, mask_noise, normalize_patches, patchify, unpatchify
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -434,6 +434,29 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
 
 
 @methods
+def test_what_finetuning_reads_is_trained(name):
+    """The tokens that finetune.py makes features of, unless told otherwise, leave the last block
+    with a gradient of the pretraining loss."""
+    model, (images, noise) = build(name), images_and_noise()
+    extra = count_extra_tokens(model.state_dict())
+    tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
+                                pool=finetune.default_pool(extra, 16))
+
+    def gradients(encoder, value_of):
+        """Of value_of() on what leaves the last block: of class, patch and extra tokens."""
+        left = []
+        hook = encoder.blocks[-1].register_forward_hook(lambda *call: left.append(call[2]))
+        value = value_of()
+        hook.remove()
+        grad = torch.autograd.grad(value, left[0])[0].abs().amax((0, 2))
+        parts = grad.split([1, len(grad) - 1 - extra, extra])
+        return [bool(part.numel() and part.max() > 0) for part in parts]
+    read = gradients(tuned.requires_grad_().encoder, lambda: tuned.features(images).square().sum())
+    trained = gradients(model.encoder, lambda: model(images, noise)[0])
+    assert any(read) and all(there for there, is_read in zip(trained, read) if is_read)
+
+
+@methods
 def test_the_seed_is_the_run(name, pretrain):
     """Two runs are equal, in pieces or not."""
     words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1"]
@@ -449,7 +472,7 @@ def test_the_seed_is_the_run(name, pretrain):
 @pytest.mark.parametrize("name, tokens", [
     ("mae", dict(mask_token=0.02)), ("crossmae", dict(mask_token=0.02)),
     ("imae", dict(mask_token=0.02)), ("hypermae", dict(weight_tokens=0.02, T=0.02)),
-    ("minr", dict(weight_tokens=1.0))])                    # the release's
+    ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
 def test_initial_tokens_and_norms(name, tokens):
     """Learnt tokens come from N(0, 0.02^2), as in MAE; LayerNorms have its epsilon."""
     wide = dict(decoder_dim=1024) if "mask_token" in tokens else {}

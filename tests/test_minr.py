@@ -32,8 +32,9 @@ def test_what_the_hypernetwork_reads(visible_only):
     ids_keep, _, mask = model.encoder.mask(images, noise, 0.75)
     zeroed = images * (1 - model.encoder.pixels_of(mask))
     tokens = model.encoder.embed(images, ids_keep) if visible_only else model.encoder.embed(zeroed)
-    x = model.encoder.add_class_token(tokens)
-    x = torch.cat([x, model.weight_tokens.expand(3, -1, -1)], dim=1)
+    e = model.encoder
+    x = torch.cat([(e.cls_token + e.pos_embed[:, :1]).expand(3, -1, -1), tokens,
+                   e.extra_tokens.expand(3, -1, -1)], dim=1)
     for block in model.encoder.blocks:
         x = block(x)
     assert torch.allclose(model.encode(images, ids_keep, mask), x[:, -4:], atol=1e-6)
