@@ -1,16 +1,18 @@
-"""A plain Vision Transformer and what three or more methods share: patches, positions, masking,
-released names. Nothing here knows a method, but for the names of its parameters, at the end.
+"""A plain Vision Transformer, and the code that three or more methods share: patches, positions,
+masking and released checkpoints. Nothing here depends on a particular method, except for the
+parameter names at the end.
 
 Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below), with the fixed
 positions, the initialisation and the masking of He et al., Masked Autoencoders Are Scalable Vision
-Learners (CVPR 2022; "MAE"). "Released" is https://github.com/facebookresearch/mae.
+Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearch/mae.
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
-    images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = hidden
-    G extra tokens, for models that have them: tokens (B,1+K+G,D), class token first, then patches
+    images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = masked
+    models with G extra tokens: tokens (B,1+K+G,D), class token first, then patches, then these
 """
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -30,89 +32,94 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 
 
 class InputError(ValueError):
-    """A wrong input, not a bug: train.py and finetune.py end with its message in one line."""
+    """Invalid user input rather than a bug: train.py and finetune.py print its message and exit."""
+
+
+def require(condition, message):
+    """Raise InputError with the message unless the condition holds."""
+    if not condition:
+        raise InputError(message)
 
 
 # ------------------------------------------------------------------------------- images and patches
 def pair(size):
-    """An int or an (H, W) pair, as an (H, W) tuple. InputError unless above 0."""
+    """Turn an int or an (H, W) pair into an (H, W) tuple. Raises InputError unless both are
+    positive integers."""
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
-        raise InputError(f"{size} is not a size in pixels, as in 32 or 32,48")
+    require(len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides),
+            f"{size} is not a size in pixels, e.g. 32 or 32,48")
     return sides
 
 
 def grid_of(img_size, patch_size, **_):
-    """The grid (h, w) of patches, from ints or (H, W) pairs; other arguments of a model are left
-    aside. InputError unless they fit."""
+    """Return the patch grid (h, w) for ints or (H, W) pairs; other model arguments are ignored.
+    Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
-    if H % p or W % q:
-        raise InputError(f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}: the nearest "
-                         f"that are, {max(p, H - H % p)}x{max(q, W - W % q)} and "
-                         f"{H + (-H) % p}x{W + (-W) % q}")
+    require(H % p == 0 and W % q == 0,
+            f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}; the nearest multiples are "
+            f"{max(p, H - H % p)}x{max(q, W - W % q)} and {H + (-H) % p}x{W + (-W) % q}")
     return (H // p, W // q)
 
 
 def patchify(images, patch_size):
-    """Images (B,C,H,W) -> patches (B,L,p*q*C) in raster order, also within a patch; channel
-    fastest. patch_size is an int or (H, W)."""
+    """Cut images (B,C,H,W) into patches (B,L,p*q*C) in raster order, as are the pixels within each
+    patch; the channel varies fastest. patch_size is an int or (H, W)."""
     B, C, H, W = images.shape
-    p, q = pair(patch_size)
-    if H % p or W % q:
-        raise ValueError(f"images of {H}x{W} are not a multiple of patch_size {p}x{q}")
-    x = images.reshape(B, C, H // p, p, W // q, q)                     # (B, C, h, p, w, q)
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, h*w, p*q*C)
+    (h, w), (p, q) = grid_of((H, W), patch_size), pair(patch_size)
+    x = images.reshape(B, C, h, p, w, q)                               # (B, C, h, p, w, q)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, L, p*q*C)
 
 
 def unpatchify(patches, patch_size, grid):
-    """patchify's inverse: patches (B,L,p*q*C) of a grid (h, w) -> images (B,C,h*p,w*q)."""
+    """Invert patchify: patches (B,L,p*q*C) of a grid (h, w) -> images (B,C,h*p,w*q)."""
     (h, w), (p, q) = grid, pair(patch_size)
-    if patches.shape[1] != h * w or patches.shape[2] % (p * q):
-        raise ValueError(f"patches {tuple(patches.shape)} do not fit {grid} of {p}x{q} pixels")
-    x = patches.reshape(-1, h, w, p, q, patches.shape[2] // (p * q))   # (B, h, w, p, q, C)
+    x = patches.reshape(len(patches), h, w, p, q, -1)                  # (B, h, w, p, q, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
 
 
 def gather_patches(x, ids):
-    """The patches or tokens ids (B,K) of x (B,L,D), image by image: (B,K,D)."""
+    """Select the patches or tokens ids (B,K) from x (B,L,D), separately for each image: (B,K,D)."""
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
 
 
 def normalize_patches(patches):
-    """Patches (B,L,N), each with mean 0 and variance 1 (MAE Sec. 3), and the mean and std (B,L,1)
-    that they had. The variance is unbiased, plus 1e-6, as released."""
+    """Normalise each patch of (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the patches
+    and their original mean and std (B,L,1). As in the release, the variance is unbiased, with 1e-6
+    added."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     std = (var + 1e-6).sqrt()
     return (patches - mean) / std, mean, std
 
 
+@lru_cache
+def per_channel(values, device):
+    """Return values as a tensor (C,1,1), kept for later calls: each copy to a GPU takes time."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
+
+
 def normalize(images, model):
-    """Images (B,C,H,W) of values 0 ... 255 -> the model's input, float: (x / 255 - mean) / std."""
-    channels = []
-    for x, mean, std in zip(images.unbind(1), model.mean, model.std):
-        channels.append((x / 255 - mean) / std)    # Python floats avoid a copy to the device
-    return torch.stack(channels, dim=1)                                # (B, C, H, W)
+    """Turn images (B,C,H,W) in [0, 255] into model input, float: (x / 255 - mean) / std."""
+    mean, std = per_channel(model.mean, images.device), per_channel(model.std, images.device)
+    return (images / 255 - mean) / std
 
 
 def denormalize(images, model):
-    """The model's input or output (B,C,H,W) -> float images, x * std + mean, clamped to 0 ... 1."""
-    mean = torch.tensor(model.mean, device=images.device).view(-1, 1, 1)   # (C, 1, 1)
-    std = torch.tensor(model.std, device=images.device).view(-1, 1, 1)     # (C, 1, 1)
+    """Turn model input or output (B,C,H,W) into float images in [0, 1]: x * std + mean, clamped."""
+    mean, std = per_channel(model.mean, images.device), per_channel(model.std, images.device)
     return (images.float() * std + mean).clamp(0, 1)
 
 
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
-    """Fixed positions (1,1+L,dim) of a grid (h, w) (MAE Appendix A.1; their layout: release); the
-    first, the class token's, is zero. The first half of the channels has the column, the second the
-    row, each [sin | cos] of its product with n = dim/4 frequencies 10000 ** -(i/n), i from 0.
-    InputError unless dim is a multiple of 4."""
-    if dim % 4:
-        raise InputError(f"dim {dim} is not a multiple of 4, as sin-cos positions need")
+    """Return fixed sine-cosine positions (1,1+L,dim) for a grid (h, w) (MAE Appendix A.1; channel
+    layout from the release). The class token comes first and gets zeros. A patch at row y, column x
+    gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ..., n-1, and
+    n = dim/4. Raises InputError unless dim is a multiple of 4."""
+    require(dim % 4 == 0, f"dim {dim} must be a multiple of 4 for sine-cosine positions")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
-    row = torch.arange(h).repeat_interleave(w)                         # (L,) of each patch
-    col = torch.arange(w).repeat(h)                                    # (L,)
+    row = torch.arange(h).repeat_interleave(w)                         # (L,) y of each patch
+    col = torch.arange(w).repeat(h)                                    # (L,) x of each patch
     row, col = row[:, None] * frequency, col[:, None] * frequency      # (L, dim/4) each
     table = torch.cat([col.sin(), col.cos(), row.sin(), row.cos()], dim=1)  # (L, dim)
     table = torch.cat([torch.zeros(1, dim), table])                    # (1+L, dim) class token
@@ -120,7 +127,8 @@ def sincos_pos_embed(dim, grid):
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):
-    """Positions (1,1+L,D) of a grid (h, w) -> of another (ViT Sec. 3.2), bicubic as released."""
+    """Resize positions (1,1+L,D) from one grid (h, w) to another (ViT Sec. 3.2), bicubically as in
+    the release."""
     table = pos_embed[:, 1:].reshape(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
     table = F.interpolate(table, size=tuple(new_grid), mode="bicubic", align_corners=False)
     return torch.cat([pos_embed[:, :1], table.flatten(2).transpose(1, 2)], dim=1)  # (1, 1+L', D)
@@ -128,38 +136,37 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 # ------------------------------------------------------------------------------------------ masking
 def visible_count(L, mask_ratio):
-    """K, how many of L patches are visible: truncated, as released. (225 at 0.8 give 44, not 45:
-    1 - 0.8 is a little below 0.2 in floating point.) InputError if mask_ratio is not between 0 and
-    1, or leaves none visible or none hidden."""
-    if not 0 < mask_ratio < 1:
-        raise InputError(f"mask_ratio {mask_ratio} is not between 0 and 1")
+    """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225 at
+    0.8 gives 44, not 45: 1 - 0.8 is slightly less than 0.2 in floating point.) Raises InputError
+    unless 0 < mask_ratio < 1 leaves at least one patch visible and one masked."""
+    require(0 < mask_ratio < 1, f"mask_ratio {mask_ratio} must be between 0 and 1")
     K = int(L * (1 - mask_ratio))
-    if not 0 < K < L:
-        raise InputError(f"mask_ratio {mask_ratio} shows {K} of {L} patches: at least one must be "
-                         f"visible and one hidden")
+    require(0 < K < L, f"mask_ratio {mask_ratio} leaves {K} of {L} patches visible: at least one "
+                       f"must be visible and one masked")
     return K
 
 
 def mask_noise(kind, B, grid, device=None, generator=None):
-    """Noise (B,L) for masking(), where the lowest are visible. "random": uniform. "grid": one of
-    every four patches, at even rows and columns, is lowest (MAE Figure 6, CrossMAE Table 15).
-    "block": rectangles of 10 to 40% of the image, less where its border cuts them, are hidden one
-    after the other (MAE Figure 6). BEiT's lie inside the image and have at least 16 patches."""
+    """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
+    "random": uniform. "grid": one of every four patches, at even rows and columns, is lowest (MAE
+    Figure 6, CrossMAE Table 15). "block": rectangles covering 10 to 40% of the image (less if
+    clipped at its border) are masked one by one (MAE Figure 6). In BEiT they lie fully inside the
+    image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
-        n = 16                                             # rectangles, nearly always enough
+        n = 16                                             # rectangles: few images would need more
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)
         area, aspect, y, x = draws                                     # (B, n, 1) each
-        area = 0.1 + 0.3 * area                                        # of the image's
+        area = 0.1 + 0.3 * area                            # as a fraction of the image's
         aspect = 0.3 ** (2 * aspect - 1)                   # height / width, from 0.3 to 1 / 0.3
         rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
         cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
         inside = rows[:, :, :, None] & cols[:, :, None, :]             # (B, n, h, w)
-        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first has the highest
+        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is the highest
         noise = noise + (inside * rank).amax(dim=1)                    # (B, h, w)
     elif kind != "random":
         raise InputError(f"mask {kind!r} is not one of random, grid, block")
@@ -167,11 +174,11 @@ def mask_noise(kind, B, grid, device=None, generator=None):
 
 
 def masking(noise, mask_ratio):
-    """A random subset is visible (MAE Sec. 3, "Masking"), by sorting noise (B,L) as released: the K
-    lowest (visible_count) -> ids_keep (B,K) and ids_mask (B,L-K) in the order of the noise, and
-    mask (B,L), floats, 1 = hidden."""
+    """Mask patches (MAE Sec. 3, "Masking") by sorting noise (B,L), as in the release: the K patches
+    with the lowest noise stay visible (see visible_count). Returns ids_keep (B,K) and ids_mask
+    (B,L-K), both sorted by noise, and mask (B,L), float, 1 = masked."""
     K = visible_count(noise.shape[1], mask_ratio)
-    order = noise.argsort(dim=1, stable=True)              # (B, L) of equal noise in raster order
+    order = noise.argsort(dim=1, stable=True)              # (B, L) stable: ties in raster order
     ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
     mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
     return ids_keep, ids_mask, mask
@@ -179,13 +186,13 @@ def masking(noise, mask_ratio):
 
 # ---------------------------------------------------------------------------------- the transformer
 class Attention(nn.Module):
-    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim). As in released weights, the
-    layer qkv gives q, k and v one after the other, and in each the heads one after the other."""
+    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim). As in the released weights,
+    `qkv` outputs q, k and v concatenated, and within each the heads concatenated."""
 
     def __init__(self, dim, heads):
         super().__init__()
-        if heads < 1 or dim % heads:
-            raise InputError(f"width {dim} is not a multiple of {heads} heads")
+        require(heads >= 1 and dim % heads == 0,
+                f"width {dim} must be a multiple of the number of heads, {heads}")
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -193,14 +200,14 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=2)                          # (B, N, D) each, ViT eq. 5
         q = q.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, N, D/heads)
-        k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)           # the same
-        v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)           # the same
-        x = F.scaled_dot_product_attention(q, k, v)                    # the same, ViT eq. 6, 7
+        k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, N, D/heads)
+        v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, N, D/heads)
+        x = F.scaled_dot_product_attention(q, k, v)  # (B, heads, N, D/heads) ViT eq. 6, 7
         return self.proj(x.transpose(1, 2).flatten(2))                 # (B, N, D) ViT eq. 8
 
 
 class MLP(nn.Module):
-    """Two linear layers around an exact GELU, on the last axis."""
+    """Two linear layers with an exact GELU in between, applied to the last axis."""
 
     def __init__(self, dim, hidden_dim):
         super().__init__()
@@ -212,8 +219,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block, (B,N,dim) -> (B,N,dim). In training, drop_path is the probability that an
-    image skips the attention, and that it skips the MLP (stochastic depth)."""
+    """A pre-norm transformer block, (B,N,dim) -> (B,N,dim). In training, each image skips the
+    attention with probability drop_path, and likewise the MLP (stochastic depth)."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -224,30 +231,33 @@ class Block(nn.Module):
         self.drop_path = StochasticDepth(drop_path, mode="row")
 
     def forward(self, x):
-        x = x + self.drop_path(self.attn(self.norm1(x)))               # ViT eq. 2
-        return x + self.drop_path(self.mlp(self.norm2(x)))             # ViT eq. 3
+        x = x + self.drop_path(self.attn(self.norm1(x)))               # (B, N, D) ViT eq. 2
+        return x + self.drop_path(self.mlp(self.norm2(x)))             # (B, N, D) ViT eq. 3
 
 
-def init_weights(module):
-    """MAE's initialisation (A.1), for `apply`: linear layers xavier (qkv as one matrix), bias 0."""
-    if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def init_weights(model):
+    """Initialise as MAE does (A.1): Xavier-uniform linear layers (qkv as one matrix), zero biases.
+    The patch embedding is left as ViT initialises it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith("patch_embed"):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 class ViT(nn.Module):
-    """The encoder: `model(images)` gives tokens (B,1+L,dim), class token first, and hides nothing;
-    `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim). Extra tokens, if
-    there are any, follow the patches: (B,1+L+G,dim).
+    """The encoder. `model(images)` encodes all patches and returns tokens (B,1+L,dim), class token
+    first; `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim). With
+    extra tokens, these come last: (B,1+L+G,dim).
 
     Args:
-        img_size, patch_size: int or (H, W) in pixels; InputError if they do not fit
+        img_size, patch_size: int or (H, W) in pixels; raises InputError if they do not fit
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
-        mlp_ratio: hidden width of the MLPs over dim
-        norm: a LayerNorm after the last block; False where nothing after it needs one
+        mlp_ratio: width of the MLPs' hidden layer, relative to dim
+        norm: whether the last block is followed by a LayerNorm; False in methods that bring their
+            own norm or have none
         drop_path: stochastic depth of the last block, growing linearly from 0 at the first
-        extra_tokens: number G of learned tokens after the patches, elsewhere called register tokens
+        extra_tokens: number G of learned tokens after the patches (elsewhere: register tokens)
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
@@ -257,115 +267,73 @@ class ViT(nn.Module):
         self.img_size, self.patch_size = pair(img_size), pair(patch_size)
         self.in_chans, self.dim = in_chans, dim
         self.num_patches = math.prod(self.grid)
+        p, q = self.patch_size
 
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim).normal_(std=0.02))
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
-        proj = nn.Conv2d(in_chans, dim, self.patch_size, self.patch_size)
-        self.patch_embed = nn.ModuleDict({"proj": proj})               # bias: torch's default
+        self.patch_embed = nn.Linear(p * q * in_chans, dim)            # its bias: PyTorch's default
         drops = torch.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
         self.extra_tokens = None
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
-        self.apply(init_weights)
-        nn.init.xavier_uniform_(proj.weight.view(dim, -1))             # as a (D, C*p*q) matrix
+        init_weights(self)
+        # drawn as the release draws it, as a convolution's weight
+        weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
+        self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
-    def check(self, images):
-        """ValueError if channels or size of images (B,C,H,W) are not this model's."""
-        if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
-                             f"{(self.in_chans, *self.img_size)}")
-
-    def mask(self, images, noise, mask_ratio, exact=False):
-        """Choose the visible patches (see masking): ids_keep (B,K), ids_mask (B,L-K), mask (B,L).
-        `noise` (B,L) is random if None, or may itself be a mask, 0 = visible and 1 = hidden.
-        ValueError if it does not fit the images or, with `exact`, if it is a mask with another
-        number of visible patches than mask_ratio gives."""
-        self.check(images)
+    def mask(self, images, noise, mask_ratio):
+        """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
+        `noise` (B,L) is random if None. A bool tensor (B,L) is a mask, True = masked. Raises
+        InputError if it does not fit the images, or has another number of visible patches than
+        mask_ratio gives."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
-        if noise.shape != (B, L):
-            raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
-        if exact and ((noise == 0) | (noise == 1)).all():
-            shown, K = (noise == 0).sum(1), visible_count(L, mask_ratio)
-            if (shown != K).any():
-                raise ValueError(f"the mask shows {shown[shown != K][0]} of {L} patches, "
-                                 f"mask_ratio {mask_ratio} shows {K}")
+        require(noise.shape == (B, L),
+                f"noise of shape {tuple(noise.shape)} for {B} images with {L} patches each")
+        if noise.dtype == torch.bool:
+            visible, K = (~noise).sum(dim=1), visible_count(L, mask_ratio)
+            require((visible == K).all(), f"the mask leaves {visible.tolist()[:8]} of {L} patches "
+                                          f"visible, but mask_ratio {mask_ratio} requires {K}")
         return masking(noise.float(), mask_ratio)
 
-    def fixed_noise(self, images):
-        """Random noise (B,L), the same in each call, for figures and analyses."""
-        g = torch.Generator().manual_seed(0)
-        return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
-
-    def pixels_of(self, mask):
-        """A mask of patches (B,L) -> a mask of pixels (B,1,H,W)."""
-        p, q = self.patch_size
-        return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
-
-    def targets(self, images, ids, normalized=False):
-        """What is to be predicted: the patches ids (B,M) of images (B,C,H,W), float32, each
-        normalised by its own mean and variance on request: (B,M,p*q*C)."""
-        patches = gather_patches(patchify(images, self.patch_size), ids).float()
-        return normalize_patches(patches)[0] if normalized else patches
-
-    def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
-        """Images (B,C,H,W) with predictions pred (B,M,p*q*C) in place of the patches ids (B,M).
-        Predictions of `normalized` patches get back a mean and a variance first: the true patch's,
-        which flatters the image and its PSNR, or, `leak_free`, those of all visible pixels, in the
-        patches ids_keep (B,K)."""
-        patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
-        pred = pred.float()
-        if normalized:
-            if leak_free:                                              # (B, 1, K*p*q*C)
-                known = gather_patches(patches, ids_keep).flatten(1)[:, None]
-            else:
-                known = gather_patches(patches, ids)                   # (B, M, p*q*C) the truth
-            _, mean, std = normalize_patches(known)                    # (B, M or 1, 1) each
-            pred = pred * std + mean
-        patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)
-        return unpatchify(patches, self.patch_size, self.grid)
-
-    def copy_visible(self, decoded, images, mask):
-        """Decoded images (B,C,H,W) with the visible patches, where mask (B,L) is 0, copied from
-        images (B,C,H,W)."""
-        return torch.where(self.pixels_of(mask).bool(), decoded, images)
-
     def embed(self, images, ids_keep=None):
-        """Patch embeddings with positions (B,L,D), or only those of ids_keep (B,K): (B,K,D)."""
-        self.check(images)
+        """Embed the patches of images (B,C,H,W) and add their positions: all patches (B,L,D), or
+        only ids_keep (B,K): (B,K,D). Raises InputError if the images have another shape."""
+        expected = (self.in_chans, *self.img_size)
+        require(images.shape[1:] == expected,
+                f"images of shape {tuple(images.shape)} for a model of {expected}")
         patches = patchify(images, self.patch_size)                    # (B, L, p*q*C)
         pos = self.pos_embed[:, 1:]                                    # (1, L, D)
         if ids_keep is not None:
             patches = gather_patches(patches, ids_keep)                # (B, K, p*q*C)
             pos = pos[0][ids_keep]                                     # (B, K, D)
-        # stored as a convolution, for the released names; on patches it is a linear layer
-        proj = self.patch_embed["proj"]
-        weight = proj.weight.permute(0, 2, 3, 1).reshape(self.dim, -1)  # (D, p*q*C)
-        return F.linear(patches, weight, proj.bias) + pos              # ViT eq. 1
+        return self.patch_embed(patches) + pos                         # (B, K, D) ViT eq. 1
 
     def add_learned_tokens(self, tokens):
-        """Tokens (B,K,D) with the class token before and the extra tokens after them: (B,1+K,D), or
+        """Put the class token before tokens (B,K,D), and the extra tokens after them: (B,1+K,D), or
         (B,1+K+G,D)."""
+        B = len(tokens)
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
-        parts = [cls.expand(len(tokens), -1, -1), tokens]
+        parts = [cls.expand(B, -1, -1), tokens]
         if self.extra_tokens is not None:
-            parts.append(self.extra_tokens.expand(len(tokens), -1, -1))  # (B, G, D)
-        return torch.cat(parts, dim=1)
+            parts.append(self.extra_tokens.expand(B, -1, -1))          # (B, G, D)
+        return torch.cat(parts, dim=1)                                 # (B, 1+K+G, D)
 
     def encode(self, tokens):
-        """Tokens (B,K,D) through all blocks and the final norm, if there is one: (B,1+K,D)."""
-        x = self.add_learned_tokens(tokens)                               # (B, 1+K, D)
+        """Pass tokens (B,K,D) through all blocks and the final norm, if there is one: (B,1+K,D), or
+        (B,1+K+G,D)."""
+        x = self.add_learned_tokens(tokens)                            # (B, 1+K+G, D)
         for block in self.blocks:
-            x = block(x)                                               # (B, 1+K, D)
-        return self.norm(x)                                            # ViT eq. 4, of all tokens
+            x = block(x)                                               # (B, 1+K+G, D)
+        return self.norm(x)                                            # (B, 1+K+G, D) ViT eq. 4
 
     def layers(self, tokens):
-        """All feature maps of tokens (B,K,D), without the final norm: the first block's input and
-        each block's output, a list of 1 + depth, (B,1+K,D) each."""
-        maps = [self.add_learned_tokens(tokens)]
+        """Return all feature maps for tokens (B,K,D), before the final norm: the first block's
+        input and every block's output, a list of 1 + depth tensors (B,1+K,D)."""
+        maps = [self.add_learned_tokens(tokens)]                       # [(B, 1+K, D)]
         for block in self.blocks:
             maps.append(block(maps[-1]))
         return maps
@@ -373,111 +341,131 @@ class ViT(nn.Module):
     def forward(self, images, ids_keep=None):
         return self.encode(self.embed(images, ids_keep))
 
+    # ------------------------------------------------------------------ targets and reconstructions
+    def targets(self, images, ids, normalized=False):
+        """Return prediction targets (B,P,p*q*C), float32: the patches ids (B,P) of images
+        (B,C,H,W), each normalised by its own mean and variance if `normalized`."""
+        patches = gather_patches(patchify(images, self.patch_size), ids).float()  # (B, P, p*q*C)
+        return normalize_patches(patches)[0] if normalized else patches
 
-# ----------------------------------------------------------------------------------- released names
+    def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
+        """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C).
+        Predictions of `normalized` patches are un-normalised first: with the true patch's mean and
+        variance, which flatters the image and its PSNR, or, if `leak_free`, with those of all
+        visible pixels (patches ids_keep (B,K))."""
+        patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
+        pred = pred.float()
+        if normalized:
+            if leak_free:                                              # (B, 1, K*p*q*C)
+                known = gather_patches(patches, ids_keep).flatten(1)[:, None]
+            else:
+                known = gather_patches(patches, ids)                   # (B, P, p*q*C) the truth
+            _, mean, std = normalize_patches(known)                    # (B, P or 1, 1) each
+            pred = pred * std + mean                                   # (B, P, p*q*C)
+        patches = patches.scatter(1, ids[..., None].expand_as(pred), pred)  # (B, L, p*q*C)
+        return unpatchify(patches, self.patch_size, self.grid)         # (B, C, H, W)
+
+    def pixels_of(self, mask):
+        """Turn a mask of patches (B,L) into a mask of pixels (B,1,H,W)."""
+        p, q = self.patch_size
+        return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
+
+    def copy_visible(self, decoded, images, mask):
+        """Copy the visible patches of images (B,C,H,W), where mask (B,L) is 0, into decoded images
+        (B,C,H,W)."""
+        return torch.where(self.pixels_of(mask).bool(), decoded, images)
+
+    def fixed_noise(self, images):
+        """Return noise (B,L) with a fixed seed: figures and analyses use the same masks on every
+        call."""
+        g = torch.Generator().manual_seed(0)
+        return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
+
+
+# ------------------------------------------------------------------------------ checkpoints' names
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "extra_tokens")
-DECODER_NAMES = ("mask_token", "decoder_", "wfm.", "dec_norms.", "fc_norm.", "head.")  # or a head's
+
+
+def linear_weight(weight):
+    """Turn a convolution's weight (D,C,p,q) into that of the linear layer on patches (D,p*q*C)."""
+    return weight.permute(0, 2, 3, 1).flatten(1)
+
+
+def linear_patch_embed(state):
+    """Rename and reshape the patch embedding in a state dict that has it as a convolution,
+    `patch_embed.proj`; other entries stay."""
+    return {name.replace("patch_embed.proj.", "patch_embed."):
+            linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
+            for name, value in state.items()}
 
 
 def from_released(state):
-    """A released state dict (MAE's, CrossMAE's, timm's vit_*; with or without its outer "model") in
-    this project's names: the encoder's get the prefix `encoder.`, the others stay as they are."""
+    """Rename a released state dict (MAE, CrossMAE or timm's vit_*; with or without the outer
+    "model" key) to our names: encoder parameters get the prefix `encoder.`, and the patch embedding
+    becomes a linear layer. Decoders and heads keep their names."""
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
-            for name, value in state.get("model", state).items()}
+            for name, value in linear_patch_embed(state.get("model", state)).items()}
 
 
 def to_released(model):
-    """The state dict of a model with an `encoder` in released names: from_released's inverse."""
-    return {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
-
-
-def encoder_sizes(state):
-    """What the shapes in a state dict of our names say about its encoder."""
-    dim, in_chans, *patch_size = state["encoder.patch_embed.proj.weight"].shape
-    blocks = {name.split(".")[2] for name in state if name.startswith("encoder.blocks.")}
-    return dict(dim=dim, depth=len(blocks), patch_size=tuple(patch_size), in_chans=in_chans)
-
-
-def count_extra_tokens(state):
-    """The number G of extra tokens of the encoder in a state dict of our names, 0 for none."""
-    return len(state.get("encoder.extra_tokens", ()))
+    """Invert from_released: return the state dict of a model with an `encoder`, under the released
+    names."""
+    state = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
+    weight = state.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
+    state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)      # (D, C, p, q)
+    state["patch_embed.proj.bias"] = state.pop("patch_embed.bias")
+    return state
 
 
 def sizes_of(state, path, heads=None):
-    """The constructor's arguments of the encoder in a state dict of our names, read off its shapes,
-    with `heads` (None: of the size in SIZES that is as wide). Its grid is taken to be square.
-    InputError if it is no ViT's."""
-    try:
-        sizes = encoder_sizes(state)
-        side = math.isqrt(state["encoder.pos_embed"].shape[1] - 1)
-    except KeyError as error:
-        raise InputError(f"{path} is not a ViT's checkpoint: it has no {error}") from None
+    """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
+    names: of RGB images, with square patches in a square grid. Shapes do not tell the number of
+    heads: it is `heads` or, if None, that of the entry of SIZES with the same width and depth.
+    Raises InputError if this is not a ViT."""
+    for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
+        require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
+    dim, inputs = state["encoder.patch_embed.weight"].shape
+    depth = len({name.split(".")[2] for name in state if name.startswith("encoder.blocks.")})
+    side, patch_size = math.isqrt(state["encoder.pos_embed"].shape[1] - 1), math.isqrt(inputs // 3)
+    require(3 * patch_size ** 2 == inputs,
+            f"{path} has patches of {inputs} values, which are not square RGB patches")
     if heads is None:
-        heads = {size["dim"]: size["heads"] for size in SIZES.values()}.get(sizes["dim"])
-    if heads is None:
-        raise InputError(f"{path} does not say its number of heads: give --heads")
-    return dict(sizes, img_size=tuple(side * p for p in sizes["patch_size"]), heads=heads,
-                extra_tokens=count_extra_tokens(state))
+        heads = {(size["dim"], size["depth"]): size["heads"] for size in SIZES.values()}.get(
+            (dim, depth))
+        require(heads, f"cannot tell the number of heads from {path}: pass --heads")
+    return dict(img_size=side * patch_size, patch_size=patch_size, in_chans=3, dim=dim, depth=depth,
+                heads=heads, extra_tokens=count_extra_tokens(state))
 
 
-def encoder_and_rest(state):
-    """The encoder in a state dict of our names, and the rest of it (a decoder or a head), without a
-    frozen teacher."""
-    encoder = {k: v for k, v in state.items() if k.startswith("encoder.")}
-    rest = {k: v for k, v in state.items() if not k.startswith(("encoder.", "teacher."))}
-    return encoder, rest
+def count_extra_tokens(state):
+    """Return the number of extra tokens of the encoder in a state dict with our names."""
+    return len(state.get("encoder.extra_tokens", ()))
 
 
 def transfer(model, state, grid=None):
-    """Start `model` from a state dict of our names: from its encoder, and from the rest of it if
-    that is the same in both, by names and shapes. Positions of another `grid` (h, w; None: a
-    released file's, square) are interpolated. A frozen teacher in either is left alone.
+    """Initialise `model` from a state dict with our names: always the encoder, and the rest
+    (decoder or head) only if all its names and shapes match. Positions from another `grid` (h, w)
+    are interpolated; None means a square one. A frozen teacher on either side is ignored.
 
-    Returns lines that say what was not taken over. InputError says what does not fit."""
-    encoder, rest = encoder_and_rest(state)
-    own_encoder, own_rest = encoder_and_rest(model.state_dict())
-    theirs, ours = encoder_sizes(encoder), encoder_sizes(own_encoder)
-    if theirs != ours:
-        text = ("width {dim}, depth {depth}, patch {patch_size[0]}x{patch_size[1]}, "
-                "channels {in_chans}")
-        raise InputError(f"the file: {text.format(**theirs)}; here {text.format(**ours)}")
+    Returns the names in the model that were not set, and those in `state` that were not used.
+    Raises InputError if an encoder's are among them, other than those of norm and extra tokens."""
+    own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
+    state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
+    for name in {"encoder.pos_embed", "decoder_pos_embed"} & own.keys() & state.keys():
+        side = math.isqrt(state[name].shape[1] - 1)
+        if (grid or (side, side)) != model.encoder.grid:
+            state[name] = resize_pos_embed(state[name], grid or (side, side), model.encoder.grid)
+            print(f"interpolated to {model.encoder.grid} patches: {name}")
 
-    resized, new_grid = {}, model.encoder.grid
-    for part, name in ((encoder, "encoder.pos_embed"), (rest, "decoder_pos_embed")):
-        if name in part:
-            L = part[name].shape[1] - 1
-            old_grid = grid or (math.isqrt(L), math.isqrt(L))
-            if old_grid != new_grid and math.prod(old_grid) == L:
-                part[name] = resize_pos_embed(part[name], old_grid, new_grid)
-                resized[name] = f"interpolated from {old_grid} to {new_grid} patches: {name}"
-
-    notes, errors = [], []
-    if {k: v.shape for k, v in rest.items()} != {k: v.shape for k, v in own_rest.items()}:
-        if grid is None:                                   # a released file, perhaps not a MAE's
-            errors += [f"{k} is left over" for k in rest if not k.startswith(DECODER_NAMES)]
-        for verb, part in (("not taken over", rest), ("fresh", own_rest)):
-            if part:
-                notes.append(f"{verb}: {', '.join(sorted({k.split('.')[0] for k in part}))}")
-        rest = {}
-    for k in sorted(encoder.keys() | own_encoder.keys()):
-        if k in encoder and k in own_encoder:
-            was, here = tuple(encoder[k].shape), tuple(own_encoder[k].shape)
-            if was != here:
-                errors.append(f"{k} is {was}, here {here}")
-        elif k == "encoder.norm.weight" and k in encoder:
-            notes.append("not taken over: encoder.norm (expected: mean pooling has its own norm, "
-                         "some methods have none)")
-        elif k == "encoder.norm.weight":
-            notes.append("fresh: encoder.norm (expected: some methods have none)")
-        elif k == "encoder.extra_tokens":
-            notes.append(f"{'not taken over' if k in encoder else 'fresh'}: {k} (MINR alone has "
-                         f"them)")
-        elif k != "encoder.norm.bias":
-            errors.append(f"{k} is {'left over' if k in encoder else 'missing'}")
-    if errors:
-        more = f"; and {len(errors) - 4} more" if len(errors) > 4 else ""
-        raise InputError("; ".join(errors[:4]) + more)
-
-    taken = {k: v for k, v in (encoder | rest).items() if k in (own_encoder | own_rest)}
-    model.load_state_dict(taken, strict=False)
-    return sorted(notes + [note for name, note in resized.items() if name in taken])
+    fits = {k for k in own.keys() & state.keys() if own[k].shape == state[k].shape}
+    wrong = [k for k in sorted((own.keys() | state.keys()) - fits) if k.startswith("encoder.")
+             and not k.startswith(("encoder.norm.", "encoder.extra_tokens"))]
+    if wrong:
+        shapes = [[tuple(x[k].shape) if k in x else "nothing" for x in (state, own)] for k in wrong]
+        raise InputError("; ".join(f"{k}: the file has {a}, the model {b}"
+                                   for k, (a, b) in [*zip(wrong, shapes)][:3]))
+    rest = {k for k in own.keys() | state.keys() if not k.startswith("encoder.")}
+    if not rest <= fits:                                   # another decoder or head
+        fits -= rest
+    model.load_state_dict({k: state[k] for k in fits}, strict=False)
+    return sorted(own.keys() - fits), sorted(state.keys() - fits)
