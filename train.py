@@ -738,7 +738,7 @@ def from_older(content):
     """Bring a checkpoint from before 2026-11-23 to today's names. It has no optimizer any more,
     whose moments are in another order and shape."""
     state, config = linear_patch_embed(content["model"]), dict(content["config"])
-    if content["method"] == "minr":
+    if content["method"] == "minr" and "weight_tokens" in state:
         state["encoder.extra_tokens"] = state.pop("weight_tokens")
     if content["method"] == "imae":
         config["alpha"] = config.pop("mix")

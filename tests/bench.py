@@ -46,7 +46,7 @@ from torchvision import transforms
 from tqdm import tqdm
 
 import train
-from train import METHODS, bounded_number, method_arguments, parse_list
+from train import METHODS, number, method_arguments, parse_list
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, normalize, pair
 
 PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
@@ -296,7 +296,7 @@ def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    option, count = parser.add_argument, bounded_number(int, 1)
+    option, count = parser.add_argument, number(int, 1)
     option("--method", nargs="+", help="(all; with --data: mae)")
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
@@ -309,10 +309,10 @@ def main(argv=None):
     option("--grad_checkpointing", action="store_true")
     option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
     option("--steps", type=count, default=20, help="that are measured (20)")
-    option("--warmup", type=bounded_number(int, 0), default=3, help="steps before")
+    option("--warmup", type=number(int, 0), default=3, help="steps before")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its images")
-    option("--jpegs", type=bounded_number(int, 0), default=0, help="write so many there before")
-    option("--workers", type=bounded_number(int, 0), default=1, help="of the pipeline")
+    option("--jpegs", type=number(int, 0), default=0, help="write so many there before")
+    option("--workers", type=number(int, 0), default=1, help="of the pipeline")
     option("--rounds", type=count, default=3, help="of the pipelines in turn")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))

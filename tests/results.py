@@ -109,7 +109,7 @@ def run(command):
         return {**rows[-1], "train_minutes": round(seconds / 60, 2)}
     found = re.findall(r"^ *\S+/last.pt +(random|grid|block) +([-\d. ]+)$", done.stdout, re.M)
     if found:                                              # the table that --eval prints
-        names = ("mask_ratio", "psnr_hidden", "psnr_image", "psnr_decoded")
+        names = ("mask_ratio", "psnr_masked", "psnr_image", "psnr_decoded")
         psnr = [{"mask": mask, **dict(zip(names, map(float, row.split())))} for mask, row in found]
         return {"psnr": psnr, "printed": done.stdout.splitlines()}
     return {"top1": float(re.search(r"top1 ([\d.]+)", done.stdout)[1])}

@@ -226,7 +226,7 @@ def quantities(record):
     found = {f"{'own' if own else 'other'} {mask} {ratio} {part}": row[f"psnr_{part}"]
              for (mask, ratio), row in psnr.items() for part in ("hidden", "decoded")}
     if own:
-        hidden = {key: row["psnr_hidden"] for key, row in psnr.items()}
+        hidden = {key: row["psnr_masked"] for key, row in psnr.items()}
         for low, high in ((0.5, 0.75), (0.75, 0.9)):
             found[f"fall from {low} to {high}"] = hidden["random", low] - hidden["random", high]
         for mask in {"grid", "block"} & {mask for mask, _ in psnr}:

@@ -297,7 +297,7 @@ return layers""", [
     "imae.IMAE.forward": ("""
 B, L = len(images), self.encoder.num_patches
 partners = torch.cat([images[-1:], images[:-1]]) if partners is None else partners
-mix = self.draw_mix(images.device) if mix is None else mix
+mix = self.draw_alpha(images.device) if mix is None else mix
 mixture, xs = self.mixture(images, partners, mix)
 noise = torch.rand(B, L) if noise is None else noise
 ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)

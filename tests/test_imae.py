@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from imae import IMAE, MIXES, check_same_class, draw_partners, ridge_r2
+from imae import IMAE, ALPHAS, check_same_class, draw_partners, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
 from tests.conftest import ROOT, TINY, same, stopping_after_two, together
@@ -105,7 +105,7 @@ def test_measures(branches, teacher):
     (rows,) = model.measures(images[:8], images[8:]).values()
     names = ("subordinate", "dominant")[:branches]
     names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
-    assert [row["mix"] for row in rows] == [*MIXES] == [i / 20 for i in range(1, 10)]
+    assert [row["mix"] for row in rows] == [*ALPHAS] == [i / 20 for i in range(1, 10)]
     assert all([*row] == ["mix", "psnr", *(names if teacher else [])] for row in rows)
     assert model.measures(images[:8], images[8:17]) == {}
 
@@ -133,7 +133,7 @@ def test_figure():
     """A row a weight; mixture, masked, prediction, with visible patches, the two targets."""
     model, (images, _) = build("imae"), images_and_noise()
     _, rows = model.figures(images)["unmix"]
-    assert rows.shape == (len(MIXES), 6, 3, 16, 24)
+    assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
     assert torch.allclose(rows[0, 0], 0.05 * images[0] + 0.95 * images[1], atol=1e-6)
     assert torch.equal(rows[3, 4], images[0]) and torch.equal(rows[3, 5], images[1])
     assert torch.allclose(rows[3, 0], 0.2 * images[0] + 0.8 * images[1], atol=1e-6)

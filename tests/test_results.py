@@ -87,7 +87,7 @@ def test_goes_on_where_it_stopped(commands, capsys):
 
     results.main(["--table", "--out", "out.jsonl"])        # from the file alone
     printed = capsys.readouterr().out
-    hidden = numbers["psnr"][1]["psnr_hidden"]
+    hidden = numbers["psnr"][1]["psnr_masked"]
     assert "### PSNR on data/tiny (data/tiny, ViT-micro, 1 epochs of pretraining --batch" in printed
     assert "mean over 8 validation images" in printed and f"{hidden:.2f} (seed 3) / " in printed
     assert "| 50.0 (seed 3) | 50.0 (seed 3) | 0 |" in printed
@@ -221,7 +221,7 @@ def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
 
 def test_what_is_read_of_psnr_and_measures():
     def row(mask, ratio, hidden):
-        return dict(mask=mask, mask_ratio=ratio, psnr_hidden=hidden, psnr_decoded=hidden - 1)
+        return dict(mask=mask, mask_ratio=ratio, psnr_masked=hidden, psnr_decoded=hidden - 1)
     rows = [row("random", 0.5, 20.0), row("random", 0.75, 18.5), row("random", 0.9, 16.0),
             row("grid", 0.75, 19.0)]
     printed = ["PSNR in dB, mean over 7 images", "  mix  psnr  branch dominant  control dominant",

@@ -204,7 +204,7 @@ def test_copies_are_waited_for(folder, spy):
     copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
     split, *_ = train.open_data(str(folder), (8, 8), settings())
     [*train.load_images(split, torch.arange(8).split(4), settings(device=torch.device("meta")))]
-    train.METHODS["imae"].draw_mix(SimpleNamespace(beta=1.0, mix=None), "meta")
+    train.METHODS["imae"].draw_alpha(SimpleNamespace(beta=1.0, mix=None), "meta")
     assert copies and not any(copies)
 
 
@@ -462,16 +462,16 @@ def test_a_run_leaves_everything(pretrain, capsys):
     said, rows = capsys.readouterr().out, log()
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
     assert [row["epoch"] for row in rows] == [1, 2] and len(said.splitlines()) < 12
-    assert rows[0].keys() >= {"loss", "lr", "psnr_hidden", "psnr_image", "psnr_decoded", "img_s",
+    assert rows[0].keys() >= {"loss", "lr", "psnr_masked", "psnr_image", "psnr_decoded", "img_s",
                               "wait", "train_s", "eval_s", "save_s"}
     for part in ("runs/mae/recon.png", 'next    python finetune.py --checkpoint "runs/mae/last.pt"',
                  "lr 0.002", "2 epochs (1 of warm-up) of 5 steps", "4x4 patches of 4x4 px",
                  "M parameters", "40 train, 11 val"):
         assert part in said
     for row in rows:                                       # what a person reads of it
-        found = re.search(rf"epoch {row['epoch']}: loss (.*), psnr_hidden (.*), (.*) img/s, "
+        found = re.search(rf"epoch {row['epoch']}: loss (.*), psnr_masked (.*), (.*) img/s, "
                           r"wait (.*)%", said)
-        values = [row["loss"], row["psnr_hidden"], row["img_s"], 100 * row["wait"]]
+        values = [row["loss"], row["psnr_masked"], row["img_s"], 100 * row["wait"]]
         assert [float(x) for x in found.groups()] == pytest.approx(values, abs=0.6)
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
@@ -538,7 +538,7 @@ def test_evaluating_now_and_then(pretrain, capsys):
         rows = log(name)
         assert [row["epoch"] for row in rows] == [*range(1, len(rows) + 1)]
         assert all(row.keys() >= {"loss", "lr", "img_s", "train_s"} for row in rows)
-        return [row["epoch"] for row in rows if "psnr_hidden" in row]
+        return [row["epoch"] for row in rows if "psnr_masked" in row]
     words = ["--eval_every", "2", "--epochs"]
     pretrain(*words, "5")
     assert epochs() == [2, 4, 5] and capsys.readouterr().out.count(" img/s") == 5
@@ -548,7 +548,7 @@ def test_evaluating_now_and_then(pretrain, capsys):
     straight = pretrain("--schedule", "constant", "--epochs", "20", name="straight")
     assert same(more["model"], straight["model"])
     first, *_, last = straight["history"]                  # which has learnt something
-    assert last["loss"] < 0.9 * first["loss"] and last["psnr_hidden"] > first["psnr_hidden"] + 0.5
+    assert last["loss"] < 0.9 * first["loss"] and last["psnr_masked"] > first["psnr_masked"] + 0.5
 
 
 def eager(*words):
@@ -579,7 +579,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
     assert same(one["model"], two["model"], atol=1e-6)
     assert said.count("epoch 2:") == 1                     # one process speaks
     for a, b in zip(one["history"], two["history"]):       # 11 pictures, none twice
-        for name in ("loss", "psnr_hidden", "psnr_image", "psnr_decoded"):
+        for name in ("loss", "psnr_masked", "psnr_image", "psnr_decoded"):
             assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
@@ -772,7 +772,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
         ("mae", 0.5), ("mae", 0.75), ("half", 0.5), ("half", 0.75)]
     for name, row in (("mae", rows[1]), ("half", rows[3])):
-        for key in ("psnr_hidden", "psnr_image", "psnr_decoded"):
+        for key in ("psnr_masked", "psnr_image", "psnr_decoded"):
             assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
             assert f"{row[key]:.3f}" in table[1 + rows.index(row)]
         assert Path(f"runs/{name}/last.pt").read_bytes() == before[name]
@@ -781,7 +781,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         assert np.array_equal(cells("runs/mae/eval.png", column), picture)
     grid, = train.main([*words[:2], "--eval", "runs/mae/last.pt", "--mask_ratios", "0.75",
                         "--mask", "grid"])
-    assert grid["psnr_hidden"] != rows[1]["psnr_hidden"]
+    assert grid["psnr_masked"] != rows[1]["psnr_masked"]
     pretrain("--data", "shapes", "--epochs", "0", name="drawn")
     capsys.readouterr()
     files = ["runs/mae/last.pt", "runs/drawn/last.pt"]
@@ -798,7 +798,7 @@ def test_eval_of_normalised_patches(pretrain):
     pretrain("--norm_pix_loss", name="[m]ae")              # a name, not a pattern
     words = ["--eval", "runs/[m]ae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
     (flattered,), (honest,) = train.main(words), train.main([*words, "--leak_free"])
-    assert honest["psnr_hidden"] < flattered["psnr_hidden"]
+    assert honest["psnr_masked"] < flattered["psnr_masked"]
     assert honest["checkpoint"] == "runs/[m]ae/last.pt"
 
 
