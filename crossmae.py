@@ -4,10 +4,9 @@ Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Depe
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
 
 In MAE's decoder masked patches attend to one another, but only weakly (Sec. 1). Here each mask
-token is a query that cross-attends to the encoder tokens and to nothing else. Its prediction does
-not depend on which other patches are predicted, so the loss can use a random subset of the masked
-patches (`prediction_ratio`), and the rest cost nothing. Each decoder block attends to its own
-learned mix of feature maps: the input of the first encoder block and the outputs of all blocks.
+token is a query that attends to the encoder tokens alone. So its prediction does not depend on the
+others, the loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
+cost nothing. Each decoder block attends to its own learned mix of the encoder's feature maps.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
     side; n feature maps f_1 ... f_n; W (decoder depth,n) the weights of their mixes
@@ -78,14 +77,14 @@ class CrossMAE(nn.Module):
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
-        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c)
+        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6)
         norm_pix_loss: predict patches normalised by their own mean and variance
-        decoder_dim: width of the decoder (A.6: MAE's)
+        decoder_dim: width of the decoder (A.6: MAE's; item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
         feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list that
             includes the last, counting from 0, e.g. 3,7,11; last: only the last output, unmixed
-            (Table 3d)
+            (Table 3d, item 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
@@ -95,7 +94,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10; blr is multiplied by lr_scale (A.6); scale of the crop: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder; lr is multiplied by lr_scale, too
+    # ours, for images up to 64 pixels and for the micro encoder; lr is multiplied by lr_scale too
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -154,8 +153,8 @@ class CrossMAE(nn.Module):
 
     def map_weights(self):
         """Return the mixing weights w_j^k (decoder depth,n), a row for each decoder block."""
-        W = self.wfm["linear"].weight
-        return W.softmax(dim=1) if self.softmax_weights else W         # ablation: Table 8, item 7
+        W = self.wfm["linear"].weight                                  # (decoder depth, n)
+        return W.softmax(dim=1) if self.softmax_weights else W  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) and return what each decoder block attends to,
@@ -165,7 +164,7 @@ class CrossMAE(nn.Module):
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
-        maps = self.encoder.layers(tokens)                             # 1 + depth of (B, 1+K, D)
+        maps = self.encoder.layers(tokens)                             # (B, 1+K, D) each, 1 + depth
         maps = [maps[i] for i in self.map_ids]                         # f_1 ... f_n
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # ablation: Table 9
@@ -224,7 +223,7 @@ class CrossMAE(nn.Module):
             output = block(x, y)                                       # (B, M, E) f_i from f_{i-1}
             parts.append(output - x)                                   # g_i = f_i - f_{i-1}
             x = output
-        norm, head = self.decoder_norm, self.decoder_pred              # h
+        norm, head = self.decoder_norm, self.decoder_pred              # h, item 11
         std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1)
         parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
         parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
@@ -272,7 +271,7 @@ def decoder_attention(mae, images):
     50 x 0.196 + 147 x 0.042, is about 16. Its blocks count from 1, here from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # (decoder depth, 1+L), over all images
+    attended = 0                                           # sum over all images
     for part, part_noise in zip(images.split(100), noise.split(100)):
         ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
         x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)    # (B, 1+L, E)
@@ -285,7 +284,7 @@ def decoder_attention(mae, images):
             # mean over mask tokens and images, sum over heads: (1+L,)
             to_each.append(scores.softmax(dim=-1).mean(2).sum((0, 1)) / len(images))
             x = block(x)                                               # (B, 1+L, E)
-        attended = attended + torch.stack(to_each)
+        attended = attended + torch.stack(to_each)                     # (decoder depth, 1+L)
     rows = []
     for name, tokens in [*enumerate(attended), ("sum", attended.sum(0))]:
         rows.append({"block": name, "visible": tokens[:seen].mean().item(),

@@ -63,6 +63,7 @@ def finetune(args):
     model = Classifier(**config).to(args.device)
     if args.mode != "scratch":
         initialize(model, source, args.checkpoint)
+    del source                                             # its weights are in the model now
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
@@ -88,7 +89,8 @@ def run_name(args, source_data):
     """Name a run after its checkpoint, mode and, if they are given, data and labels."""
     # of runs/NAME or runs/NAME/last.pt NAME, of a released file its own
     path = Path(args.checkpoint or "scratch").absolute()
-    words = [path.parent.name if path.stem == "last" else path.stem]
+    name = path.name if path.is_dir() else path.stem       # a folder's name may have a dot
+    words = [path.parent.name if name == "last" else name]
     if args.checkpoint:
         words.append(args.mode)
     if not args.checkpoint or args.data not in (None, source_data):
@@ -102,8 +104,8 @@ def augmentation(train, model, img_size, args):
     """Return make_inputs(images, labels), which returns the model's arguments, images and targets.
     RandAugment and erasing take one image at a time, so they become train's transform, in workers.
     """
-    more = [v2.RandAugment(2, args.randaug)] if args.randaug else []
-    if args.erasing:
+    more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
+    if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
     if more or train.transform:
         train.transform = crop_transform(img_size, args, *more)
@@ -206,7 +208,7 @@ class Classifier(nn.Module):
 
     def logits(self, images):
         """Normalised images (B,C,H,W) -> logits (B,classes)."""
-        x = self.features(images)                                      # (B, D), or wider if joined
+        x = self.features(images)                          # (B, D), or (B, G*D), or (B, L*D)
         return self.head(x if self.probe else self.fc_norm(x))         # (B, classes)
 
     def classify(self, images):
@@ -228,16 +230,16 @@ def default_pool(extra_tokens, dim):
     """Return what is read of an encoder of width dim if --pool is not given. For MINR these are the
     tokens that its loss trains."""
     if not extra_tokens:
-        return "mean"
+        return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
 
 
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
-    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)
+    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)  # item 6
 PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
-LINEAR = dict(  # MAE Table 10, with SGD for LARS
+LINEAR = dict(  # MAE Table 10, with SGD for LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 SMALL = dict(  # ours, for small images and the micro encoder, see train.apply_recipe
@@ -285,7 +287,7 @@ def knn(model, train, args, img_size, temperature=0.07):
     def score(images):
         features = embed(images)                                       # (b, width)
         with torch.autocast(args.device.type, enabled=False):  # in half precision many would tie
-            cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k)
+            cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
     return score

@@ -9,7 +9,7 @@ pixels: an implicit neural representation of the image, whose other layers are s
 There are no mask tokens: a masked patch costs one pass through a small MLP.
 
     B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
-    P predicted patches, p patch side, T (h,n) the learned transformation matrix
+    P predicted patches, p patch side, T (h,n) the learned transformation matrix; M is no count here
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
@@ -34,7 +34,8 @@ def grid_coords(size, device=None):
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f x, where x
     is first the row, then the column, and f takes dim/2 geometrically spaced values from 1 to
-    sigma. In float32: phases up to pi sigma are too large for half precision. (Same in minr.py.)"""
+    sigma. They are on coords' device, and in float32: phases up to pi sigma are too large for half
+    precision. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -98,9 +99,10 @@ class HyperMAE(nn.Module):
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
         self.proj = nn.Linear(dim, hidden_dim)                         # Proj
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
-        shapes = list(zip(widths, widths[1:]))             # (inputs, outputs) of each layer
-        rows, _ = shapes.pop(modulated_layer)              # M's: (h, h), or (2 pe_dim, h)
-        self.T = nn.Parameter(torch.empty(rows, n_weight_tokens).normal_(std=0.02))    # (h, n)
+        shapes = list(zip(widths, widths[1:]))             # inputs and outputs of each layer
+        rows, _ = shapes.pop(modulated_layer)              # M's inputs: h, or 2 pe_dim
+        self.T = nn.Parameter(                             # (h, n) or, for layer 0, (2 pe_dim, n)
+            torch.empty(rows, n_weight_tokens).normal_(std=0.02))
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in shapes)  # all layers except M
         init_weights(self)
 
@@ -108,7 +110,7 @@ class HyperMAE(nn.Module):
         """Encode the visible patches ids_keep (B,K) of images and turn them into the layer M
         (B,h,h) of the PaCo-MLP (Sec. 2.2, Feat2W); (B,2*pe_dim,h) if modulated_layer is 0."""
         n = len(self.weight_tokens)
-        unshared = len(self.encoder.blocks) - self.shared_blocks       # see no weight tokens
+        unshared = len(self.encoder.blocks) - self.shared_blocks       # without weight tokens
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
@@ -118,12 +120,12 @@ class HyperMAE(nn.Module):
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
         W = x[:, -n:]                                                  # (B, n, D) W^4
-        return self.T @ self.proj(W)                                   # (B, h, h) M = T Proj(W^4)
+        return self.T @ self.proj(W)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):
         """Map coordinates (B,P,2), or (P,2) for all images, to pixels (B,P,p*p*C) by the PaCo-MLP
-        (Sec. 2.2, Algorithm 1), in which M (B,h,h) is a layer without a bias. ReLU between layers,
-        except right before and after M, unless relu_around_m (item 1)."""
+        (Sec. 2.2, Algorithm 1), in which M (B,h,h) is a layer without a bias (item 7). ReLU between
+        layers, except right before and after M, unless relu_around_m (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
@@ -142,8 +144,8 @@ class HyperMAE(nn.Module):
         """Normalised images (B,C,H,W) and noise (B,L), random if None -> loss and metrics. The loss
         is the mean squared error over the predicted patches (Algorithm 1), a float32 scalar;
         metrics is {"loss": the detached loss}."""
-        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # of x_vis, x_masked
-        M = self.encode(images, ids_keep)                              # (B, h, h)
+        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, L-K)
+        M = self.encode(images, ids_keep)                  # (B, h, h) or (B, 2 pe_dim, h)
         if self.loss_on == "all":                                      # ablation: Table 11
             ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) pco

@@ -1,18 +1,16 @@
 """i-MAE: encode a mixture of two images and separate the two in its latent with linear layers.
 
 Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
-2210.11470). Section, table, figure and algorithm numbers are those of its supplementary material.
-Release: https://github.com/VILA-Lab/i-mae
+2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
-The encoder sees the visible patches of a weighted sum of two images. One linear layer for each
-image maps the latent to the input of a shared MAE decoder, which predicts that image: branch 1 the
-subordinate one (with the smaller weight), branch 2 the dominant one. Distillation pulls each branch
-towards the latent that a frozen MAE, the teacher, computes from the unmixed image.
+The encoder sees visible patches of a weighted sum of two images. A linear layer for each image maps
+the latent to the input of a shared MAE decoder, which predicts that image: branch 1 the subordinate
+one (with the smaller weight), branch 2 the dominant one. Distillation pulls each branch towards the
+latent that a frozen MAE, the teacher, computes from the unmixed image.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    mix = alpha x + (1-alpha) y; x = images, y = partners; x_1, x_2 = the same two as subordinate
-    and dominant; z_1, z_2 = the latents of the branches, w_1, w_2 = the teacher's
-    mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
+    mix = alpha x + (1-alpha) y, of images x and partners y; x_1, x_2 = the two as subordinate and
+    dominant; z_i = a branch's latent, w_i the teacher's; mix -> visible patches -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
 
@@ -39,7 +37,7 @@ class IMAE(nn.Module):
         decoder_dim: width of the decoder (MAE's)
         decoder_depth: number of decoder blocks (MAE's)
         decoder_heads: attention heads of the decoder (MAE's)
-        branches: 2, or 1 for the subordinate image alone (Section 2)
+        branches: 2, or 1 for the subordinate image alone (Section 3)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         alpha: fixed weight of the first image; None: drawn from Beta(beta, beta)
         distill_weight: weight of the distillation loss, Algorithm 1's c; None: 1 with a teacher, 0
@@ -94,9 +92,10 @@ class IMAE(nn.Module):
     def mix_images(self, images, partners, alpha):
         """Mix images and partners (B,C,H,W), where alpha, a number or (B,), is the weight of
         images. Returns mix (B,C,H,W), and the two as (subordinate, dominant). At exactly 0.5 images
-        are the subordinate ones (item 3)."""
-        require(partners.shape == images.shape,
-                f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
+        are the subordinate ones (item 3). Raises ValueError if their shapes differ."""
+        if partners.shape != images.shape:
+            raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
+        # (1, 1, 1, 1) or (B, 1, 1, 1)
         alpha = torch.as_tensor(alpha, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         mix = alpha * images + (1 - alpha) * partners                  # (B, C, H, W)
         x_1 = torch.where(alpha <= 0.5, images, partners)              # (B, C, H, W) subordinate
@@ -124,7 +123,7 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def teach(self, images, ids_keep):
         """Return the teacher's latents w (B,1+K,E) of the patches ids_keep (B,K) of images."""
-        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) E_m(x)
+        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) item 1
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E) item 2
 
     def forward(self, images, noise=None, partners=None, alpha=None):
@@ -138,12 +137,12 @@ class IMAE(nn.Module):
         "distill" (before distill_weight)}."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
-        mix, xs = self.mix_images(images, partners, alpha)             # x_1, x_2 (B, C, H, W)
+        mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         recon, distill = [], torch.zeros((), device=images.device)
-        for z, x in zip(self.encode(mix, ids_keep), xs):               # z_i (B, 1+K, E)
+        for z, x in zip(self.encode(mix, ids_keep), xs):   # z_i (B, 1+K, E), x_i (B, C, H, W)
             pred = self.decode(z, ids_keep, ids_mask, ids_mask.shape[1])  # (B, M, p*p*C) D_i(z_i)
-            target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C)
+            target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C) item 5
             recon.append((pred.float() - target).square().mean())      # MSE(p_i, t_i)
             if self.distill_weight > 0:
                 w = self.teach(x, ids_keep)                            # (B, 1+K, E) E_m(x_i)
@@ -160,20 +159,20 @@ class IMAE(nn.Module):
         prediction, even visible ones, which the loss ignores. mask_ratio defaults to the model's;
         for leak_free see ViT.paste_patches."""
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
-        return decoded[-1], mask
+        return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
     @torch.no_grad()
     def unmix(self, images, partners, alpha, noise=None, mask_ratio=None, leak_free=False):
         """Mix images and partners, where alpha is the weight of images, and decode each branch:
         [subordinate, dominant] of (B,C,H,W), and the mask (B,L). The rest: see reconstruct."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        mix, xs = self.mix_images(images, partners, alpha)
+        mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         decoded = []
         for z, x in zip(self.encode(mix, ids_keep), xs):
             pred = self.decode(z, ids_keep, ids_mask, ids.shape[1])    # (B, L, p*p*C)
-            statistics_from = mix if leak_free else x              # mean and variance
+            statistics_from = mix if leak_free else x      # (B, C, H, W) mean and variance
             decoded.append(self.encoder.paste_patches(statistics_from, pred, ids, ids_keep,
                                                       self.norm_pix_loss, leak_free))
         return decoded, mask

@@ -41,7 +41,7 @@ class MAE(nn.Module):
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # of the input's channels
-    lr_scale = 1.0                                         # CrossMAE overrides it
+    lr_scale = 1.0                                         # CrossMAE has another
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -87,9 +87,9 @@ class MAE(nn.Module):
 
     def forward(self, images, noise=None):
         """Normalised images (B,C,H,W) and noise (B,L), random if None -> loss and metrics. The loss
-        is the mean squared error over masked patches, a float32 scalar; metrics is {"loss": the
-        detached loss}."""
-        # so few patches are left that the others cannot be extrapolated from neighbours (Sec. 3)
+        is the mean squared error between the masked patches and what encode and decode predict for
+        them, a float32 scalar; metrics is {"loss": the detached loss}."""
+        # too few stay visible to fill in the rest from neighbouring patches (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees a quarter of the patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
@@ -109,7 +109,8 @@ class MAE(nn.Module):
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
-        pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, ids.shape[1])
+        latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
+        pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask

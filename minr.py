@@ -4,10 +4,9 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 2507.22404). Release: https://github.com/heosuab/MINR. Its hypernetworks are TransINR (Chen, Wang,
 ECCV 2022) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc has both).
 
-An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
-a ViT, the hypernetwork, reads the image with three quarters of its patches set to zero, along with
-weight tokens, which become weights of the MLP. The MLP then renders every pixel, masked or visible,
-at any resolution. With GINR one layer is specific to the image; all images share the others.
+An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. A
+ViT, the hypernetwork, reads the image with 75% of its patches set to zero, along with weight tokens
+that become weights of the MLP, which renders every pixel, masked or visible, at any resolution.
 
     B images, L patches, K visible, D width, G weight tokens, N rendered pixels
     layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
@@ -36,8 +35,8 @@ def grid_coords(size, device=None):
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f x, where x
     is first the row, then the column, and f takes dim/2 geometrically spaced values from 1 to
-    sigma. In float32: phases up to pi sigma are too large for half precision. (Same in
-    hypermae.py.)"""
+    sigma. They are on coords' device, and in float32: phases up to pi sigma are too large for half
+    precision. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -97,7 +96,7 @@ class MINR(nn.Module):
         require(0 < pixel_fraction <= 1,
                 f"pixel_fraction {pixel_fraction} must be above 0 and at most 1")
         require(ff_dim >= 2 and ff_dim % 2 == 0, f"ff_dim {ff_dim} must be even and at least 2")
-        if modulated_layers is None:                       # Sec. 3.2: the second, counting from 0
+        if modulated_layers is None:                       # Sec. 3.2: the second layer is 1
             modulated_layers = [1] if hypernetwork == "ginr" else range(mlp_depth)
         if groups is None:
             groups = 256 if hypernetwork == "ginr" else 64             # item 7
@@ -128,7 +127,7 @@ class MINR(nn.Module):
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
             self.biases.append(torch.zeros(b))
-        self.to_weights = nn.ModuleDict({                  # a column (a_i,) from each weight token
+        self.to_weights = nn.ModuleDict({                  # a column from each weight token
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i]))
             for i in self.groups})
 
@@ -153,7 +152,7 @@ class MINR(nn.Module):
         for i, (W, bias) in enumerate(zip(self.weights, self.biases)):
             if i in self.groups:
                 predicted = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)  # (B, a, g)
-                if self.hypernetwork == "ginr":            # W is the shared factor (g, b)
+                if self.hypernetwork == "ginr":            # W was the shared factor
                     W = predicted @ W                                  # (B, a, b) of rank g
                 else:                                      # columns 0 ... g-1 repeat (item 3)
                     W = predicted.repeat(1, 1, len(bias) // self.groups[i]) * W  # (B, a, b)
@@ -177,7 +176,7 @@ class MINR(nn.Module):
         is the mean squared error over all pixels, or over masked ones, a float32 scalar; metrics is
         {"loss": the detached loss}. In training, coord_jitter and pixel_fraction draw from torch's
         generator, the same for all images."""
-        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)
+        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
         layers = self.modulate(self.encode(images, ids_keep, mask))
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
@@ -186,9 +185,10 @@ class MINR(nn.Module):
         if self.training and self.pixel_fraction < 1:
             N = math.ceil(self.pixel_fraction * len(coords))
             some = torch.randperm(len(coords), device=images.device)[:N]
+            # (N, 2), (B, N, C), (B, N)
             coords, target, masked = coords[some], target[:, some], masked[:, some]
         if self.training and self.coord_jitter:
-            row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) in pixels
+            row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) each, in pixels
             coords = coords + torch.stack([row * 2 / H, col * 2 / W], dim=1)   # (N, 2)
         pred = self.decode(coords, layers)                             # (B, N, C)
         error = (pred.float() - target).square().mean(dim=2)           # (B, N)
@@ -220,7 +220,7 @@ class MINR(nn.Module):
         for coords in grid_coords(size, images.device).split(4096):
             colours.append(self.decode(coords, layers).float())        # (B, N, C)
         rendered = torch.cat(colours, dim=1).transpose(1, 2)           # (B, C, H'*W')
-        return rendered.unflatten(2, size), mask                       # (B, C, H', W')
+        return rendered.unflatten(2, size), mask                       # (B, C, H', W'), (B, L)
 
     def figures(self, images):
         """Return {"rendered": (caption, images (rows,2,C,4H,4W))}."""

@@ -58,7 +58,7 @@ def pretrain(args):
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     train, val, img_size = open_data(args.data, args.img_size, args)
     model, config = build_model(args, train, img_size)
-    args.pairs = hasattr(model, "pairs")                   # i-MAE learns from pairs of images
+    args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
     args.same_draws = True                                 # see train_step
     if train.transform:                                    # files, which workers crop
         train.transform = crop_transform(img_size, args)
@@ -281,7 +281,7 @@ def build_model(args, train, img_size):
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation (pass an MAE with --teacher)'}")
         if args.teacher:
-            config["teacher"], teacher_state = teacher_of(read(args.teacher), config)
+            config["teacher"], teacher_state = teacher_of(read(args.teacher, args.heads), config)
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # InputError unless it fits
@@ -377,6 +377,7 @@ def compare(args):
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
+        path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
         content = read(path)
         if content["method"] == "classifier":
             print(f"note    skipping {path}, a classifier: use finetune.py --mode eval")
@@ -412,15 +413,17 @@ def compare(args):
 def analyse(model, train, val, args):
     """Return the papers' further analyses: {title: rows}, and figures {name: (caption, cells)}."""
     # all in memory: for measures at most 1,000 images, for figures 8
-    most = min(args.eval_images, 1000) if isinstance(model, (MAE, IMAE)) else 8
+    measured = isinstance(model, MAE) or hasattr(model, "measures")
+    most = min(args.eval_images, 1000) if measured else 8
     images = []
     for data in (train, val):
         batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size, most)]
         images.append(normalize(torch.cat(batches), model))            # (most, 3, H, W)
-    if isinstance(model, MAE):
-        return decoder_attention(model, images[1]), {}
-    return (model.measures(*images) if hasattr(model, "measures") else {},
-            model.figures(images[1][:8]) if hasattr(model, "figures") else {})
+    if hasattr(model, "measures"):
+        measures = model.measures(*images)
+    else:
+        measures = decoder_attention(model, images[1]) if isinstance(model, MAE) else {}
+    return measures, model.figures(images[1][:8]) if hasattr(model, "figures") else {}
 
 
 def save_picture(columns, path):
@@ -463,7 +466,8 @@ class ImageDataset(Dataset):
         if torch.is_tensor(self.images):
             return self.images[i], self.labels[i]
         n = len(self.images)
-        for k in [*range(i, n), *range(i)][:100]:
+        for j in range(min(n, 100)):
+            k = (i + j) % n
             try:
                 return read_image(self.images[k]), self.labels[k]
             except Exception as error:                     # a broken file can raise anything
@@ -731,7 +735,13 @@ def read(path, heads=None):
     elif any("patch_embed.proj." in name for name in state):
         content = from_older(content)
     cls = METHODS.get(content["method"], MAE)
-    return {"flags": {}, "mean": cls.mean, "std": cls.std, **content}
+    config = dict(content["config"])
+    for name, parameter in inspect.signature(cls).parameters.items():  # a loop of one's own may
+        if name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads"):  # leave it out
+            config.setdefault(name, parameter.default)
+        if name in ("img_size", "patch_size"):
+            config[name] = pair(config[name])
+    return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
 
 
 def from_older(content):
@@ -786,17 +796,22 @@ def resume(last, model, optimizer, scaler, content, args):
     now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
-    require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
-                        f"{flags.get('command')}")
     require("optimizer" in saved, f"{last} is from an older version of this code, and cannot be "
                                   f"resumed: start a new run with --name, from it with --init")
+    require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
+                        f"{flags.get('command')}")
     model.load_state_dict(saved["model"])
     settings = optimizer.state_dict()["param_groups"]      # this run's, not the saved ones
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # {}: it was not fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in vars(args).items():
-        if flags.get(name, value) != value and name not in ("resume", "overwrite", "command"):
+        if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
+            continue
+        if name in ("init", "checkpoint", "teacher"):
+            print(f"note    {name} {flags[name]} is kept: its weights are in {last}")
+            setattr(args, name, flags[name])
+        else:
             print(f"note    {name} changed from {flags[name]} to {value}")
     print(f"resumed after epoch {saved['epoch']}")
     return saved["history"]

@@ -65,7 +65,8 @@ def patchify(images, patch_size):
     """Cut images (B,C,H,W) into patches (B,L,p*q*C) in raster order, as are the pixels within each
     patch; the channel varies fastest. patch_size is an int or (H, W)."""
     B, C, H, W = images.shape
-    (h, w), (p, q) = grid_of((H, W), patch_size), pair(patch_size)
+    p, q = pair(patch_size)
+    h, w = H // p, W // q
     x = images.reshape(B, C, h, p, w, q)                               # (B, C, h, p, w, q)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * q * C)       # (B, L, p*q*C)
 
@@ -83,12 +84,12 @@ def gather_patches(x, ids):
 
 
 def normalize_patches(patches):
-    """Normalise each patch of (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the patches
-    and their original mean and std (B,L,1). As in the release, the variance is unbiased, with 1e-6
-    added."""
-    var, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-    std = (var + 1e-6).sqrt()
-    return (patches - mean) / std, mean, std
+    """Normalise each patch of (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the patches,
+    and their mean and std (B,L,1) before: std is the square root of the unbiased variance plus 1e-6
+    (release)."""
+    var, mean = torch.var_mean(patches, dim=-1, keepdim=True)          # (B, L, 1) each
+    std = (var + 1e-6).sqrt()                                          # (B, L, 1)
+    return (patches - mean) / std, mean, std               # (B, L, N), (B, L, 1), (B, L, 1)
 
 
 @lru_cache
@@ -99,22 +100,24 @@ def per_channel(values, device):
 
 def normalize(images, model):
     """Turn images (B,C,H,W) in [0, 255] into model input, float: (x / 255 - mean) / std."""
-    mean, std = per_channel(model.mean, images.device), per_channel(model.std, images.device)
+    mean = per_channel(tuple(model.mean), images.device)               # (C, 1, 1)
+    std = per_channel(tuple(model.std), images.device)                 # (C, 1, 1)
     return (images / 255 - mean) / std
 
 
 def denormalize(images, model):
     """Turn model input or output (B,C,H,W) into float images in [0, 1]: x * std + mean, clamped."""
-    mean, std = per_channel(model.mean, images.device), per_channel(model.std, images.device)
+    mean = per_channel(tuple(model.mean), images.device)               # (C, 1, 1)
+    std = per_channel(tuple(model.std), images.device)                 # (C, 1, 1)
     return (images.float() * std + mean).clamp(0, 1)
 
 
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
-    """Return fixed sine-cosine positions (1,1+L,dim) for a grid (h, w) (MAE Appendix A.1; channel
-    layout from the release). The class token comes first and gets zeros. A patch at row y, column x
-    gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ..., n-1, and
-    n = dim/4. Raises InputError unless dim is a multiple of 4."""
+    """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w) (MAE Appendix A.1;
+    channel layout from the release). The class token comes first and gets zeros. A patch in row y
+    and column x gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ...,
+    n-1, and n = dim/4. Raises InputError unless dim is a multiple of 4."""
     require(dim % 4 == 0, f"dim {dim} must be a multiple of 4 for sine-cosine positions")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
@@ -153,20 +156,20 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     clipped at its border) are masked one by one (MAE Figure 6). In BEiT they lie fully inside the
     image and have at least 16 patches."""
     h, w = grid
-    noise = torch.rand(B, h, w, device=device, generator=generator)
+    noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
     elif kind == "block":
         n = 16                                             # rectangles: few images would need more
-        draws = torch.rand(4, B, n, 1, device=device, generator=generator)
+        draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area = 0.1 + 0.3 * area                            # as a fraction of the image's
         aspect = 0.3 ** (2 * aspect - 1)                   # height / width, from 0.3 to 1 / 0.3
         rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
         cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
         inside = rows[:, :, :, None] & cols[:, :, None, :]             # (B, n, h, w)
-        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)     # the first is the highest
+        rank = torch.arange(n, 0, -1, device=device).view(n, 1, 1)  # (n, 1, 1) the first is highest
         noise = noise + (inside * rank).amax(dim=1)                    # (B, h, w)
     elif kind != "random":
         raise InputError(f"mask {kind!r} is not one of random, grid, block")
@@ -286,25 +289,26 @@ class ViT(nn.Module):
     def mask(self, images, noise, mask_ratio):
         """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
         `noise` (B,L) is random if None. A bool tensor (B,L) is a mask, True = masked. Raises
-        InputError if it does not fit the images, or has another number of visible patches than
+        ValueError if it does not fit the images, or has another number of visible patches than
         mask_ratio gives."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
-        require(noise.shape == (B, L),
-                f"noise of shape {tuple(noise.shape)} for {B} images with {L} patches each")
+        if noise.shape != (B, L):
+            raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
         if noise.dtype == torch.bool:
             visible, K = (~noise).sum(dim=1), visible_count(L, mask_ratio)
-            require((visible == K).all(), f"the mask leaves {visible.tolist()[:8]} of {L} patches "
-                                          f"visible, but mask_ratio {mask_ratio} requires {K}")
-        return masking(noise.float(), mask_ratio)
+            if (visible != K).any():
+                raise ValueError(f"the mask leaves {visible[visible != K][0]} of {L} patches "
+                                 f"visible, but mask_ratio {mask_ratio} requires {K}")
+        return masking(noise.float(), mask_ratio)                      # (B, K), (B, L-K), (B, L)
 
     def embed(self, images, ids_keep=None):
         """Embed the patches of images (B,C,H,W) and add their positions: all patches (B,L,D), or
-        only ids_keep (B,K): (B,K,D). Raises InputError if the images have another shape."""
-        expected = (self.in_chans, *self.img_size)
-        require(images.shape[1:] == expected,
-                f"images of shape {tuple(images.shape)} for a model of {expected}")
+        only ids_keep (B,K): (B,K,D). Raises ValueError if the images have another shape."""
+        if images.shape[1:] != (self.in_chans, *self.img_size):
+            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
+                             f"{(self.in_chans, *self.img_size)}")
         patches = patchify(images, self.patch_size)                    # (B, L, p*q*C)
         pos = self.pos_embed[:, 1:]                                    # (1, L, D)
         if ids_keep is not None:
@@ -332,8 +336,8 @@ class ViT(nn.Module):
 
     def layers(self, tokens):
         """Return all feature maps for tokens (B,K,D), before the final norm: the first block's
-        input and every block's output, a list of 1 + depth tensors (B,1+K,D)."""
-        maps = [self.add_learned_tokens(tokens)]                       # [(B, 1+K, D)]
+        input and every block's output, a list of 1 + depth tensors (B,1+K+G,D)."""
+        maps = [self.add_learned_tokens(tokens)]                       # [(B, 1+K+G, D)]
         for block in self.blocks:
             maps.append(block(maps[-1]))
         return maps
@@ -346,7 +350,7 @@ class ViT(nn.Module):
         """Return prediction targets (B,P,p*q*C), float32: the patches ids (B,P) of images
         (B,C,H,W), each normalised by its own mean and variance if `normalized`."""
         patches = gather_patches(patchify(images, self.patch_size), ids).float()  # (B, P, p*q*C)
-        return normalize_patches(patches)[0] if normalized else patches
+        return normalize_patches(patches)[0] if normalized else patches  # (B, P, p*q*C)
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C).
@@ -356,8 +360,8 @@ class ViT(nn.Module):
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
-            if leak_free:                                              # (B, 1, K*p*q*C)
-                known = gather_patches(patches, ids_keep).flatten(1)[:, None]
+            if leak_free:
+                known = gather_patches(patches, ids_keep).flatten(1)[:, None]  # (B, 1, K*p*q*C)
             else:
                 known = gather_patches(patches, ids)                   # (B, P, p*q*C) the truth
             _, mean, std = normalize_patches(known)                    # (B, P or 1, 1) each
@@ -368,7 +372,7 @@ class ViT(nn.Module):
     def pixels_of(self, mask):
         """Turn a mask of patches (B,L) into a mask of pixels (B,1,H,W)."""
         p, q = self.patch_size
-        return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)
+        return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
     def copy_visible(self, decoded, images, mask):
         """Copy the visible patches of images (B,C,H,W), where mask (B,L) is 0, into decoded images
@@ -433,8 +437,8 @@ def sizes_of(state, path, heads=None):
         heads = {(size["dim"], size["depth"]): size["heads"] for size in SIZES.values()}.get(
             (dim, depth))
         require(heads, f"cannot tell the number of heads from {path}: pass --heads")
-    return dict(img_size=side * patch_size, patch_size=patch_size, in_chans=3, dim=dim, depth=depth,
-                heads=heads, extra_tokens=count_extra_tokens(state))
+    return dict(img_size=(side * patch_size,) * 2, patch_size=(patch_size,) * 2, in_chans=3,
+                dim=dim, depth=depth, heads=heads, extra_tokens=count_extra_tokens(state))
 
 
 def count_extra_tokens(state):
@@ -451,11 +455,14 @@ def transfer(model, state, grid=None):
     Raises InputError if an encoder's are among them, other than those of norm and extra tokens."""
     own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
     state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
-    for name in {"encoder.pos_embed", "decoder_pos_embed"} & own.keys() & state.keys():
-        side = math.isqrt(state[name].shape[1] - 1)
-        if (grid or (side, side)) != model.encoder.grid:
-            state[name] = resize_pos_embed(state[name], grid or (side, side), model.encoder.grid)
-            print(f"interpolated to {model.encoder.grid} patches: {name}")
+    resized = []
+    for name in ("encoder.pos_embed", "decoder_pos_embed"):
+        if name in own and name in state:
+            side = math.isqrt(state[name].shape[1] - 1)
+            if (grid or (side, side)) != model.encoder.grid:
+                state[name] = resize_pos_embed(state[name], grid or (side, side),
+                                               model.encoder.grid)
+                resized.append(name)
 
     fits = {k for k in own.keys() & state.keys() if own[k].shape == state[k].shape}
     wrong = [k for k in sorted((own.keys() | state.keys()) - fits) if k.startswith("encoder.")
@@ -468,4 +475,6 @@ def transfer(model, state, grid=None):
     if not rest <= fits:                                   # another decoder or head
         fits -= rest
     model.load_state_dict({k: state[k] for k in fits}, strict=False)
+    for name in fits.intersection(resized):
+        print(f"interpolated to {model.encoder.grid} patches: {name}")
     return sorted(own.keys() - fits), sorted(state.keys() - fits)

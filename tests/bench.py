@@ -1,38 +1,33 @@
-"""Speed and memory of training steps, or of the input pipeline:
+"""Measure speed and memory of training steps, or of the input pipeline:
 
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
     python -m tests.bench --method mae --size tiny --data FOLDER
 
-A method may have its own arguments after colons, and batch_size, amp, compile, grad_checkpointing,
-as in mae:amp=bf16:batch_size=32. A row each: of the median of --steps training steps
-(train.train_step: forward, backward, optimiser) on a synthetic batch on the device, the methods in
-turn. Above them, the attention that torch takes for the first one. The columns:
+A method may have its own flags after colons, including batch_size, amp, compile and
+grad_checkpointing: mae:amp=bf16:compile. Each gets a row: the median of --steps training steps
+(train.train_step: forward, backward, optimizer) on a synthetic batch, the methods in turn. The
+columns:
 
-    img/s, ms/step   of that median
-    GiB              most memory at once: weights, optimiser and batch, and what a step allocates
+    img/s, ms/step   of the median step
+    GiB              peak memory: weights, optimizer and batch, and what a step allocates
     GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
-    TFLOP/s, MFU %   of forward and backward, counted; of the device's peak, if known, in 16 bits;
-                     at a few % launching kernels takes the time: a higher --batch_size
-    time, memory     an image and in all, over the first row's of that image size
+    TFLOP/s, MFU %   of forward and backward passes, counted; in 16 bits, as a fraction of the
+                     device's peak, if known. A few % mean that launching kernels takes the time:
+                     try a higher --batch_size
+    time, memory     per image and in total, relative to the first row of that image size
 
-With --data, a folder of images, two rows instead: what the project's input pipeline and
-torchvision's ImageFolder with the same transforms, of PIL, decode in img/s a worker, in turn; then
-an epoch of each method, to see what share of it is spent waiting for images.
+With --data, a folder of images, it compares the images per second and worker of this project's
+input pipeline and of torchvision's ImageFolder with the same transforms.
 """
 
 import argparse
-import ast
-import contextlib
-import io
 import itertools
 import math
 import re
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,20 +41,19 @@ from torchvision import transforms
 from tqdm import tqdm
 
 import train
-from train import METHODS, number, method_arguments, parse_list
+from train import METHODS, add_method_arguments, number, side_or_pair
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, normalize, pair
 
-PEAKS = {  # 10^12 FLOP/s, dense, bf16 and fp16: the data sheets
+PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
 OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
 SIZE = ("dim", "depth", "heads")
-DTYPES = ("auto", "bf16", "fp16", "fp32")
 
 
 def make_jpegs(folder, n, size=(500, 375), seed=0):
-    """n JPEG files of ImageNet's usual size, quality 90, half in train/a, half in val/a, of some
-    65 KB, the order of photographs: noise of all scales."""
+    """Write n JPEG files of ImageNet's usual size, half in train/a, half in val/a: noise at all
+    scales, so that a file of quality 90 has about 65 KB, like a photograph."""
     rng, scales = np.random.default_rng(seed), (1, 4, 16, 64, 125)
     for i in range(n):
         file = folder / ("train", "val")[i % 2] / "a" / f"{i}.jpg"
@@ -71,14 +65,15 @@ def make_jpegs(folder, n, size=(500, 375), seed=0):
 
 
 def count_flops(function):
-    """FLOPs of a call. By the plain attention: torch 2.6 does not count a CPU's fused one."""
+    """Count the FLOPs of a call, with plain attention: torch 2.6 does not count a CPU's fused one.
+    """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
 
 
 def allocated_by(function, device):
-    """The most bytes that a call has allocated at once, beyond what there was before."""
+    """Return the peak memory in bytes that a call allocates."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -92,48 +87,46 @@ def allocated_by(function, device):
 
 
 def attention(B, heads, N, D, args):
-    """What torch computes the attention of N tokens with on this device."""
+    """Return the name of the kernel that torch uses for the attention of N tokens."""
     if args.device.type != "cuda":
         return args.device.type.upper()
     q = torch.empty(B, heads, N, D // heads, dtype=args.dtype, device=args.device).requires_grad_()
     return SDPBackend(torch._fused_sdp_choice(q, q, q)).name
 
 
+def add_own(parser):
+    """Add the flags that are also arguments of each method."""
+    option = parser.add_argument
+    option("--batch_size", type=number(int, 1), help="(16)")
+    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), help="(auto)")
+    option("--compile", action=argparse.BooleanOptionalAction)
+    option("--grad_checkpointing", action=argparse.BooleanOptionalAction)
+
+
 class Case:
-    """A model, its optimiser and a batch: `step()` is a training step."""
+    """A model, its optimizer and a batch. `step()` takes a training step."""
 
     def __init__(self, spec, args, img_size):
         name, *options = spec.split(":")
         if name not in METHODS:
             raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
+        cls, words = METHODS[name], [w for option in options for w in f"--{option}".split("=")]
+        parser = argparse.ArgumentParser(spec, usage=argparse.SUPPRESS, allow_abbrev=False)
+        add_own(parser)
+        add_method_arguments(parser, cls)
+        given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
-        cls, own = METHODS[name], {k: getattr(args, k) for k in OWN}
-        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:  # see apply_recipe
-            own |= {k: v for k, v in cls.small.items() if k in method_arguments(cls)}
-        for option in options:
-            key, _, value = option.partition("=")
-            if key not in {*OWN, *method_arguments(cls)}:
-                raise ValueError(f"{spec}: {name} has no argument {key}, it has "
-                                 f"{' '.join([*OWN, *method_arguments(cls)])}")
-            try:
-                own[key] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                own[key] = value                           # a word
-        if not (type(own["batch_size"]) is int and own["batch_size"] > 0 and own["amp"] in DTYPES):
-            raise ValueError(f"{spec}: batch_size is not a number above 0, or amp not one of "
-                             f"{' '.join(DTYPES)}")
-        self.args = SimpleNamespace(**{
+        own = {k: given.pop(k, getattr(args, k)) for k in OWN}
+        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # see apply_recipe
+            given = {**cls.small_model, **given}
+        self.args = argparse.Namespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            "device": args.device.type, "own_draws": False,
-            **{k: own.pop(k) for k in OWN}})
+            "device": args.device.type, "same_draws": True, **own})
         train.start_processes(self.args)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device = self.args.device
         torch.manual_seed(0)
-        try:
-            self.model = cls(img_size, args.patch_size or 16, **sizes, **own).to(self.device)
-        except TypeError as error:                         # a word for a number
-            raise ValueError(f"{spec}: {error}") from None
+        self.model = cls(img_size, args.patch_size or 16, **sizes, **given).to(self.device)
         seen, attn = [], self.model.encoder.blocks[0].attn
         hook = attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
         with torch.no_grad():
@@ -141,7 +134,7 @@ class Case:
         hook.remove()
         self.attention = attention(self.batch_size, attn.heads, *seen[0][1:], self.args)
         one, two = (count_flops(lambda: self.model(*self.batch(B))[0].backward()) for B in (1, 2))
-        self.flops = one + (self.batch_size - 1) * (two - one)         # some work is once a batch
+        self.flops = one + (self.batch_size - 1) * (two - one)         # some work is per batch
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = train.make_optimizer(self.args, [
@@ -152,7 +145,7 @@ class Case:
         self.inputs = self.batch(self.batch_size)
 
     def batch(self, B):
-        """Arguments of the model for B images."""
+        """Return the model's arguments for B images."""
         encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
         images = torch.randn(B, 3, *encoder.img_size, generator=g).to(self.device)
         noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
@@ -160,39 +153,36 @@ class Case:
         return images, noise, *(pairs if hasattr(self.model, "pairs") else ())
 
     def step(self):
-        """Loss of a step, a number, when all of it is done."""
-        metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, self.args)
+        """Take a step, wait until it has ended, and return its loss."""
+        metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, 0, self.args)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return metrics["loss"].item()
 
     def memory(self):
-        """Bytes: what there is between steps, and what a step allocates at most."""
+        """Return the peak memory in bytes: what is kept between steps, and what a step allocates.
+        """
         state = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         kept = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *state, *self.inputs)}
         return sum(kept.values()) + allocated_by(self.step, self.device)
 
 
 def measure(cases, steps, warmup):
-    """Rows, dicts, of the cases, the first of which the ratios refer to."""
-    compiled = any(case.args.compile for case in cases)
-    if compiled:
-        config = torch._dynamo.config                      # the ninth graph would run uncompiled
+    """Return a row, a dict, for each of the cases. Ratios are relative to the first one."""
+    if any(case.args.compile for case in cases):
+        config = torch._dynamo.config                      # more than 8 graphs: not compiled
         new = hasattr(config, "recompile_limit")
         setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
     for case in cases:
         for _ in range(warmup):
             case.step()
     memory = [case.memory() for case in cases]
-    graphs = torch._dynamo.utils.counters["stats"].copy() if compiled else None
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
     for i in tqdm(range(steps), str(cases[0].img_size), leave=False, disable=None):
-        for k in range(len(cases))[::1 if i % 2 else -1]:  # back and forth: as early as late
+        for k in range(len(cases))[::1 if i % 2 else -1]:  # none is always the first
             began = time.perf_counter()
             losses[k] = cases[k].step()
             seconds[k].append(time.perf_counter() - began)
-    if compiled and torch._dynamo.utils.counters["stats"] != graphs:
-        print("note    torch compiled again while it was measured: a higher --warmup is needed")
     device = cases[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
@@ -214,17 +204,17 @@ def measure(cases, steps, warmup):
 
 
 class AnyFolder(torchvision.datasets.ImageFolder):
-    """ImageFolder of all images in a folder, as of one class."""
+    """An ImageFolder of all images in a folder, as one class."""
 
     def find_classes(self, directory):
         return [""], {"": 0}
 
 
 def pipeline(args, img_size):
-    """Rows of the two input pipelines, in img/s a worker, and the ratio of the project's to
-    torchvision's."""
+    """Return a row for each of the two input pipelines: images per second and worker, and the ratio
+    to torchvision's."""
     files, targets, classes = train.list_folder(Path(args.data))[0]
-    n = max(args.steps, 2) * args.batch_size               # as often as it takes
+    n = max(args.steps, 2) * args.batch_size               # images are repeated
     ids = torch.arange(n).remainder(len(files)).split(args.batch_size)
     split = train.ImageDataset(files, targets, classes, train.crop_transform(img_size, args))
     theirs = AnyFolder(Path(args.data, "train" if classes else ""), transforms.Compose([
@@ -238,7 +228,7 @@ def pipeline(args, img_size):
 
     def ours():
         for images, _ in train.load_images(split, ids, args):
-            normalize(images, METHODS["mae"])              # which ToTensor and Normalize do there
+            normalize(images, METHODS["mae"])              # there: ToTensor and Normalize
 
     for _ in range(1 + args.rounds):                       # the first one warms up
         for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
@@ -247,47 +237,29 @@ def pipeline(args, img_size):
             times.append(time.perf_counter() - began)
     seconds = [times[1:] for times in seconds]
     return [{"pipeline": name, "image": "x".join(map(str, img_size)), "workers": args.workers,
-             "img/s a worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
+             "img/s per worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
              "speed": statistics.median(b / a for a, b in zip(times, seconds[1]))}
             for name, times in zip(("train.py", "torchvision"), seconds)]
 
 
-def epoch_of(spec, img_size, args):
-    """The line of the log of an epoch of train.py on --data."""
-    method, *own = spec.split(":")
-    given = {name: getattr(args, name) for name in (*OWN, *SIZE, "size", "workers")}
-    given |= dict(img_size="%d,%d" % img_size, patch_size="%d,%d" % pair(args.patch_size or 16),
-                  data=args.data, device=args.device.type, epochs=1, warmup_epochs=0, eval_images=8)
-    options = [f"{name}={value}" for name, value in given.items()
-               if value is not None and value is not False]
-    words = ["--method", method]
-    for name, _, value in (option.partition("=") for option in options + own):
-        words += {"True": [f"--{name}"], "False": [f"--no-{name}"]}.get(value, [f"--{name}", value])
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        return train.main([*words, "--runs", folder])
-
-
 def run(args):
-    """Measure, print and return the rows of a parsed command line."""
+    """Measure what a parsed command line asks for, print the rows and return them."""
     if args.jpegs == 1 or args.jpegs and not args.data:
-        raise ValueError(f"--jpegs {args.jpegs} is less than 2, or has no --data FOLDER to go to")
+        raise ValueError(f"--jpegs {args.jpegs} must be at least 2, and needs --data FOLDER")
     args.crop, args.flip, rows = 0.2, True, []
     train.start_processes(args)
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
           f"{torch.get_num_threads()} threads, {args.dtype}")
     if args.jpegs:
         make_jpegs(Path(args.data), args.jpegs)
-    for img_size in map(pair, args.img_size):
+    for img_size in args.img_size:
         if args.data:
             rows += pipeline(args, img_size)
-            for spec in args.method or ["mae"]:
-                row = epoch_of(spec, img_size, args)
-                print(f"{spec}: {row['img_s']} img/s, {row['wait']:.1%} of the time waiting")
             continue
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
         print(f"attention: {cases[0].attention}")
         rows += measure(cases, args.steps, args.warmup)
-        del cases
+        del cases                                          # before the next ones are built
     print(train.as_table(rows))
     return rows
 
@@ -297,23 +269,21 @@ def main(argv=None):
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option, count = parser.add_argument, number(int, 1)
-    option("--method", nargs="+", help="(all; with --data: mae)")
+    option("--method", nargs="+", help="(all)")
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
-        option(f"--{part}", type=count, help="instead of the size's")
-    option("--img_size", nargs="+", type=parse_list, default=[224], help="or H,W, or several")
-    option("--patch_size", type=parse_list, help="or H,W (16)")
-    option("--batch_size", type=count, default=16)
-    option("--amp", choices=DTYPES, default="auto")
-    option("--compile", action="store_true")
-    option("--grad_checkpointing", action="store_true")
-    option("--device", choices=("cuda", "mps", "cpu"), help="(the best there is)")
-    option("--steps", type=count, default=20, help="that are measured (20)")
-    option("--warmup", type=number(int, 0), default=3, help="steps before")
+        option(f"--{part}", type=count, help=f"{part} of the encoder (that of --size)")
+    option("--img_size", nargs="+", type=side_or_pair, default=[(224, 224)], help="or H,W (224)")
+    option("--patch_size", type=side_or_pair, help="or H,W (16)")
+    add_own(parser)
+    parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
+    option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
+    option("--steps", type=count, default=20, help="number of measured steps (20)")
+    option("--warmup", type=number(int, 0), default=3, help="steps before these (3)")
     option("--data", metavar="FOLDER", help="measure the input pipeline on its images")
-    option("--jpegs", type=number(int, 0), default=0, help="write so many there before")
-    option("--workers", type=number(int, 0), default=1, help="of the pipeline")
-    option("--rounds", type=count, default=3, help="of the pipelines in turn")
+    option("--jpegs", type=number(int, 0), default=0, help="first write this many there (0)")
+    option("--workers", type=number(int, 0), default=1, help="of the pipeline (1)")
+    option("--rounds", type=count, default=3, help="repetitions of the two pipelines (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     try:

@@ -1,10 +1,9 @@
-"""A tiny data set, and commands that train on it in a folder of their own."""
+"""A tiny data set, and commands that train on it in a temporary folder."""
 
 import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import finetune
 import train
+from vit import pair
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--batch_size", "8",
@@ -26,34 +26,36 @@ TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--b
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
-if not any("test_devices" in word for word in sys.argv):   # a forked process has no use of autograd
+if not any("test_devices" in word for word in sys.argv):   # a forked process cannot use autograd
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                # where torch sees a GPU
 GPU = torch.cuda.is_available()
-for backend in (torch.cuda, torch.backends.mps):           # they take sums in another order, and in
-    backend.is_available = lambda: False                   # bf16; for GPUs see test_devices.py
+for backend in (torch.cuda, torch.backends.mps):           # they add in another order, and in bf16;
+    backend.is_available = lambda: False                   # for GPUs see test_devices.py
 
 
 def settings(**more):
-    """What a command line leaves in `args`, as far as reading pictures and cropping need it."""
-    return SimpleNamespace(**{**dict(rank=0, world=1, local_rank=0, device=torch.device("cpu"),
-                                     dtype=torch.float32, workers=0, crop=1.0, flip=False,
-                                     patch_size=None, batch_size=64, accum=1), **more})
+    """Return the part of `args` that reading and cropping images needs."""
+    defaults = dict(rank=0, world=1, local_rank=0, device=torch.device("cpu"), dtype=torch.float32,
+                    workers=0, crop=1.0, flip=False, train_images=None, patch_size=None,
+                    batch_size=64, accum=1)
+    return SimpleNamespace(**{**defaults, **more})
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
-    """n PNG files a class: a random ramp, more red, green or blue from class to class."""
-    rng = np.random.default_rng(seed)
+    """Write n PNG files per class, side or (H, W) pixels each: a random ramp, with more red, green
+    or blue in one class than in the next."""
+    rng, (H, W) = np.random.default_rng(seed), pair(side)
     for c, name in enumerate(classes):
         (root / name).mkdir(parents=True, exist_ok=True)
         for i in range(n):
-            x = rng.integers(0, 60, (side, side, 3)) + np.linspace(0, 60, side)[:, None]
+            x = rng.integers(0, 60, (H, W, 3)) + np.linspace(0, 60, W)[:, None]
             x[..., (2 * c) % 3] += 120
             Image.fromarray(x.astype("uint8")).save(root / name / f"{i}.png")
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """40 + 11 pictures of 16x16 in two classes, as train/ and val/."""
+    """A folder of 40 + 11 images of 16x16 pixels in two classes, as train/ and val/."""
     root = tmp_path_factory.mktemp("data")
     write_pictures(root / "train", "ab", 20, seed=1)
     write_pictures(root / "val", "ab", 6, seed=2)
@@ -63,7 +65,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def pretrain(folder, tmp_path, monkeypatch):
-    """pretrain("--flag", "value", name="x") runs train.py in tmp_path -> its last.pt."""
+    """pretrain("--flag", "value", name="x") runs train.py in tmp_path and returns its last.pt."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words, name="mae", own=DECODER):
@@ -74,7 +76,8 @@ def pretrain(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def tune(folder, pretrain):
-    """tune("--flag", "value", name="y") runs finetune.py on the run "mae"; its last.pt and row."""
+    """tune("--flag", "value", name="y") runs finetune.py on the run "mae" and returns its last.pt
+    and row."""
     pretrain()
 
     def run(*words, name="tuned"):
@@ -100,7 +103,7 @@ def refused(capsys):
 
 @pytest.fixture
 def spy(monkeypatch):
-    """spy(owner, "name", what) is a list, to which each call of owner.name adds what(its
+    """spy(owner, "name", what) returns a list, to which each call of owner.name adds what(its
     arguments)."""
     def watch(owner, name, what):
         seen, function = [], getattr(owner, name)
@@ -113,18 +116,9 @@ def spy(monkeypatch):
     return watch
 
 
-def shell(file, *words, processes=0):
-    """Run a script in a process of its own, or in several under torchrun, as a user does."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    words = [*launch * (processes > 0), str(ROOT / file), *words, "--device", "cpu"]
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def fork(work, *inputs, **env):
-    """A process of its own that does work(*inputs) and prints to the files out and err. Forked, to
-    spare it the seconds in which torch is imported; a group of its own, for signals to all. Windows
-    cannot: the test is skipped there."""
+def fork(work, *inputs):
+    """Start a process that does work(*inputs) and prints to the files out and err. It is forked,
+    which saves the seconds of importing torch, and leads a process group."""
     if not hasattr(os, "fork"):
         pytest.skip("this system does not fork processes")
 
@@ -133,7 +127,6 @@ def fork(work, *inputs, **env):
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-        os.environ.update(env)
         work(*inputs)
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
@@ -141,22 +134,22 @@ def fork(work, *inputs, **env):
 
 
 def script(file, *words):
-    """As `python train.py ...`, which would not inherit torchrun's way with signals."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Do what `python train.py ...` does."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)          # not torchrun's, inherited by forking
     sys.argv = [file, *map(str, words)]
     runpy.run_path(str(ROOT / file), run_name="__main__")
 
 
 def torchrun(work, *words, restarts=0, processes=2):
-    """torchrun's own agent with so many processes, forked, that do work(*words)."""
+    """Let torchrun's own agent start processes, forked, that do work(*words)."""
     config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d",
                           rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
     elastic_launch(config, work)(*words)
 
 
-def ended(process, seconds=60):
-    """Its exit code, once it has ended, and the lines of its stderr. Nothing of it is left."""
+def ended(process, seconds=120):
+    """Wait for a process and return its exit code and the lines of its stderr. None of its children
+    is left."""
     process.join(seconds)
     code = process.exitcode
     with suppress(ProcessLookupError):                     # a worker whose parent died too early
@@ -165,7 +158,7 @@ def ended(process, seconds=60):
 
 
 def together(*words, processes=2, work=script):
-    """What `python train.py ...` prints if several processes run it under torchrun."""
+    """Return what `python train.py ...` prints if several processes run it under torchrun."""
     code, lines = ended(fork(partial(torchrun, processes=processes), work, *words))
     assert code == 0, lines
     return Path("out").read_text()
@@ -185,7 +178,7 @@ def stopping_after_two(monkeypatch):
 
 
 def same(a, b, **tolerance):
-    """Whether two state dicts are equal, to the bit or within a tolerance."""
+    """Return whether two state dicts are equal, to the bit or within a tolerance."""
     equal = partial(torch.allclose, **tolerance) if tolerance else torch.equal
     return a.keys() == b.keys() and all(a[k].shape == b[k].shape and equal(a[k], b[k]) for k in a)
 

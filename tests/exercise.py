@@ -1,53 +1,59 @@
-"""Exercises: write a function of this project again, and check it.
+"""Exercises: rewrite functions of this project and check them.
 
     python -m tests.exercise                           # the list, from easy to hard
-    python -m tests.exercise mae.MAE.forward           # takes that body out of mae.py
+    python -m tests.exercise mae.MAE.forward           # removes that body from mae.py
     python -m tests.exercise --check mae.MAE.forward   # is it right? if not, where and how?
-    python -m tests.exercise --check                   # all of them, a line each
-    python -m tests.exercise --handout FOLDER NAMES    # a copy for a class, those bodies taken out
+    python -m tests.exercise --check                   # check all, one line each
+    python -m tests.exercise --handout FOLDER NAMES    # a copy for students, without those bodies
 
-A check calls the function with tiny inputs and compares what it returns, and the gradients, with
-the plain loops of tests/references.py. These also stand in for all other exercises meanwhile, so
-that one function can be checked while others are missing or wrong. What a docstring does not ask
-for is not checked: ties, costs, precision.
+A check calls your function on tiny inputs and compares its results and gradients with plain-loop
+references (tests/references.py). During a check these also replace all other exercise functions,
+so you can check one function while others are missing or wrong. Ties and speed, which the
+docstrings leave open, are not checked. A check stops after a minute.
 """
 
+import _thread
 import argparse
 import ast
 import contextlib
-import difflib
 import importlib
 import inspect
-import io
+import itertools
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import tokenize
+import threading
+import time
 import traceback
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 try:
-    from tests.references import EXERCISES
+    from tests.references import EXERCISES, Different
 except ModuleNotFoundError:                                # python tests/exercise.py
     sys.exit("run it from the project's folder: python -m tests.exercise")
 
 ROOT = Path(__file__).resolve().parent.parent
-TWINS = {  # another function that holds the solution of the first
-    "hypermae.fourier_features": "minr.fourier_features",
-    "mae.MAE.decoder_input": "imae.IMAE.decode"}
-# comments that stay in a body that is taken out: sources and equations
-SOURCES = r"eq\.|Sec|Table|Figure|Algorithm|[Ii]tem|release|A\.\d| = |\w\w \+ \w\w|\w\(\w"
-
-
-class Different(Exception):
-    """What differs, in words."""
+LIMIT = 60                                                 # seconds that a check may take
+COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
+TWINS = {  # functions that are nearly the solution: named for the teacher
+    "vit.patchify": ["vit.unpatchify"],
+    "vit.Attention.forward": ["crossmae.CrossAttention.forward", "crossmae.decoder_attention"],
+    "crossmae.CrossAttention.forward": ["vit.Attention.forward", "crossmae.decoder_attention"],
+    "mae.MAE.add_mask_tokens": ["imae.IMAE.decode"],
+    "mae.MAE.forward": ["crossmae.CrossMAE.forward", "hypermae.HyperMAE.forward"],
+    "hypermae.HyperMAE.decode": ["minr.MINR.decode"],
+    "imae.IMAE.forward": ["mae.MAE.forward", "imae.IMAE.unmix"]}
+# what stays of the comments in a body that is removed
+SOURCES = r"(?:ViT )?eq\. \d+(?:, \d+)*|Sec\. [\d.]*\d|(?:Table|Figure|Algorithm|items?) \d\w*"
 
 
 def find(name):
-    """The module or class that has the function `name`, and its name there."""
+    """Return the module or class that has the function `name`, and its name there."""
     module, *classes, last = name.split(".")
     owner = importlib.import_module(module)
     for part in classes:
@@ -57,21 +63,19 @@ def find(name):
 
 # -------------------------------------------------------------------------- comparing two results
 def shapes(value):
-    """The form of a result in words, the same for lists and tuples: "[(2, 3), number]"."""
+    """Describe the shape of a result, the same for lists and tuples: "[(2, 3), number]"."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shapes(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(shapes(part) for part in value) + "]"
     if isinstance(value, torch.Tensor) and value.ndim:
-        kind = "" if value.is_floating_point() else " of bools" if value.dtype == torch.bool else (
-            " of integers")
-        return f"{tuple(value.shape)}{kind}"
+        return str(tuple(value.shape))
     return "number" if isinstance(value, (torch.Tensor, int, float)) else repr(value)[:40]
 
 
 def leaves(value, names):
-    """Every tensor or number of a result, as (label, names of its axes, tensor); `names` are the
-    `returns` of references.exercise."""
+    """Yield every tensor or number of a result, as (label, names of its axes, value); `names` are
+    the `returns` of references.exercise."""
     if isinstance(value, dict):
         for key in sorted(value):
             for label, axes, leaf in leaves(value[key], ""):
@@ -86,19 +90,29 @@ def leaves(value, names):
                     yield f"{title} {i} {label}".strip(), axes, leaf
     else:
         label, _, axes = names.rpartition(": ")
-        yield label, axes.split(", "), torch.as_tensor(value)
+        yield label, axes.split(", "), value
+
+
+def some(words):
+    """Name the first three words and count the others."""
+    words = sorted(map(str, words))
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def difference(expected, yours, names):
-    """The first number in which two results differ, in words; "" if there is none."""
+    """Describe the first difference between two results; "" if there is none."""
     if isinstance(expected, dict) and isinstance(yours, dict) and expected.keys() != yours.keys():
         missing, more = expected.keys() - yours.keys(), yours.keys() - expected.keys()
-        return "; ".join(f"{word} {', '.join(map(str, keys))}" for word, keys in (
+        return "; ".join(f"{word} {some(keys)}" for word, keys in (
             ("missing:", missing), ("not expected:", more)) if keys)
     if shapes(expected) != shapes(yours):
         return f"expected shape {shapes(expected)}, yours {shapes(yours)}"
-    for (label, axes, a), (_, _, b) in zip(leaves(expected, names), leaves(yours, names)):
-        x, y = a.detach().double(), b.detach().double()
+    pairs, last = zip(leaves(expected, names), leaves(yours, names)), ("loss", "metrics loss")
+    for (label, axes, a), (_, _, b) in sorted(pairs, key=lambda pair: pair[0][0] in last):
+        if torch.is_tensor(a) and torch.is_tensor(b) and a.dtype != b.dtype:
+            return f"{label or 'result'}: expected dtype {a.dtype}, yours {b.dtype}"
+        a, b = torch.as_tensor(a).detach(), torch.as_tensor(b).detach()
+        x, y = a.double(), b.double()
         near = (x - y).abs() <= 1e-4 * x.nan_to_num().abs().max().clamp(min=1e-2)
         wrong = ~(near | x.isnan() & y.isnan())
         if wrong.any():
@@ -113,10 +127,28 @@ def difference(expected, yours, names):
     return ""
 
 
+def hint(name, args, expected, yours):
+    """Return a hint if the wrong result is that of a usual mistake, or has its parts in another
+    order; otherwise ""."""
+    item = EXERCISES[name]
+    for slip, text in item.slips.items():
+        with contextlib.suppress(Exception):               # some cannot be made with all arguments
+            wrong = item.call(lambda *args: item.reference(*args, slip=slip), *args)
+            if not difference(wrong, yours, item.returns):
+                return f"\n  Hint: {text}"
+    if isinstance(yours, (list, tuple)) and len(yours) == len(expected) < 5:
+        for parts in itertools.permutations(yours):
+            if not difference(expected, parts, item.returns):
+                return "\n  Hint: the parts are right, but they are in another order."
+    return ""
+
+
 def training_effects(result, names, model):
-    """What training sees of a result: {which parts have a gradient, each parameter's gradient}."""
+    """What matters for training: {which parts of a result require a gradient, and the gradient of
+    each parameter}."""
     effects, total = {}, torch.zeros(())
     for label, _, leaf in leaves(result, names):
+        leaf = torch.as_tensor(leaf)
         effects[f"{label or 'result'} has a gradient"] = leaf.requires_grad
         if leaf.requires_grad:                             # each number gets a weight of its own
             total = total + (leaf * torch.linspace(1, 2, leaf.numel()).view_as(leaf)).sum()
@@ -130,53 +162,73 @@ def training_effects(result, names, model):
 
 
 # -------------------------------------------------------------------------------- the check itself
+class TooSlow(BaseException):
+    """Stops a check. Not an Exception, which the function might catch."""
+
+
 @contextlib.contextmanager
-def references_instead_of(names):
-    """For a while, references take the place of these functions, wherever they are imported."""
-    modules = {sys.modules.get(name.split(".")[0]) for name in EXERCISES} - {None}
-    undo = []
-    for name in names:
-        if name.split(".")[0] in sys.modules:
-            owner, last = find(name)
-            function = getattr(owner, last, None)
-            for place in [owner] if isinstance(owner, type) else modules:
-                for key in [k for k, value in vars(place).items() if value is function]:
-                    undo.append((place, key, function))
-                    setattr(place, key, EXERCISES[name].reference)
+def time_limit(seconds):
+    """Raise TooSlow in the block after so many seconds, on all systems."""
+    end = time.monotonic() + seconds
+
+    def stop(*_):
+        if time.monotonic() < end:                         # Ctrl-C
+            raise KeyboardInterrupt
+        raise TooSlow(f"stopped after {seconds} s. Does a loop never end?")
+    signal.signal(signal.SIGINT, stop)
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    timer.start()
     try:
         yield
     finally:
-        for place, key, function in undo:
-            setattr(place, key, function)
+        timer.cancel()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def references_instead_of(names):
+    """Temporarily replace these functions with their references, wherever they are imported."""
+    modules = {sys.modules.get(name.split(".")[0]) for name in EXERCISES} - {None}
+    with contextlib.ExitStack() as undo:
+        for name in names:
+            if name.split(".")[0] in sys.modules:
+                owner, last = find(name)
+                function = getattr(owner, last, None)
+                for place in [owner] if isinstance(owner, type) else modules:
+                    for key in [k for k, value in vars(place).items() if value is function]:
+                        undo.enter_context(patch.object(place, key, EXERCISES[name].reference))
+        yield
 
 
 def in_words(name, args):
-    """The arguments of a call, as "images (2, 3, 4, 6), patch_size 2"."""
+    """Describe the arguments of a call: "images (2, 3, 4, 6); patch_size 2"."""
+    keys = inspect.signature(EXERCISES[name].reference).parameters
     words = []
-    for key, arg in zip(inspect.signature(EXERCISES[name].reference).parameters, args):
-        if isinstance(arg, torch.nn.Module):
-            words.append(arg.said)
-        else:
-            words.append(f"{key} {shapes(arg) if torch.is_tensor(arg) and arg.ndim else arg}")
+    for key, arg in zip(keys, args):
+        arg = shapes(arg) if torch.is_tensor(arg) and arg.ndim else arg
+        words.append(arg.said if isinstance(arg, torch.nn.Module) else f"{key} {arg}")
     return "; ".join(words)
 
 
 def compare(name, function, args):
-    """Raises Different unless the function does what the reference does with these arguments."""
+    """Raise Different unless the function does what the reference does with these arguments."""
     item, expected, yours, error = EXERCISES[name], None, None, None
+    model = args[0] if isinstance(args[0], torch.nn.Module) else torch.nn.Module()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
 
     def answered(*args):
         result = function(*args)
         if result is None:
-            raise Different("it returns nothing: is there a return?")
+            raise Different("it returns None: is a return statement missing?")
         return result
     try:
         yours = item.call(answered, *clones)
-    except NotImplementedError:
-        raise
     except Exception as raised:
         error = raised
+    for key, value in model.state_dict().items():
+        if key not in before or not torch.equal(value, before[key]):
+            raise Different(f"it modifies {key} of the model in place: work on a copy")
     try:
         expected = item.call(item.reference, *args)
     except ValueError:                                     # as the docstring says
@@ -188,230 +240,229 @@ def compare(name, function, args):
     if torch.is_tensor(yours) and yours.ndim and shapes([*yours]) == shapes(expected):
         yours = [*yours]                                   # as good as a list
     for key, arg, clone in zip(inspect.signature(item.reference).parameters, args, clones):
-        if torch.is_tensor(arg) and not torch.equal(arg, clone):
-            raise Different(f"the argument {key} has been changed: work on a copy of it")
+        if torch.is_tensor(arg) and not arg.is_meta and not torch.equal(arg, clone):
+            raise Different(f"it modifies its argument {key} in place: work on a copy")
     text = difference(expected, yours, item.returns)
     if text:
-        for slip, hint in item.slips.items():
-            with contextlib.suppress(Exception):           # some cannot be made with all arguments
-                wrong = item.call(lambda *args: item.reference(*args, slip=slip), *args)
-                if not difference(wrong, yours, item.returns):
-                    text += f"\n  Hint: {hint}"
-                    break
-        raise Different(text)
+        raise Different(text + hint(name, args, expected, yours))
     if "metrics" in item.returns and isinstance(yours, (list, tuple)):
         for key, value in yours[1].items():
             if not torch.is_tensor(value):
-                raise Different(f"metrics {key} is a Python number: expected a tensor, "
+                raise Different(f"metrics {key} is a Python number: return a detached tensor, "
                                 f"{key}.detach()")
             if value.requires_grad:
-                raise Different(f"metrics {key} has a gradient: return the metric detached: "
-                                f"{key}.detach()")
-    if isinstance(args[0], torch.nn.Module):
-        text = difference(*(training_effects(result, item.returns, args[0])
-                            for result in (expected, yours)), "")
-        if text:
-            raise Different(f"{text}\n  Hint: the numbers are right, but what is learnt from them "
-                            f"is not. What is detached, or made anew from numbers?")
+                raise Different(f"metrics {key} still requires a gradient: return {key}.detach()")
+    text = difference(*(training_effects(result, item.returns, model)
+                        for result in (expected, yours)), "")
+    if text:
+        raise Different(f"{text}\n  Hint: the values are right but the gradients are not. Is "
+                        f"something detached, or rebuilt from plain numbers?")
 
 
 def check(name):
-    """What is wrong with the function `name`, in words; "" if it is right."""
-    called = ""
+    """Return what is wrong with the function `name`, in words; "" if it is right."""
+    verdict, called = "is not checked: its file cannot be imported", []
     try:
-        owner, last = find(name)
-        function = getattr(owner, last)
-        with references_instead_of(EXERCISES.keys() - {name}), torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            for args in EXERCISES[name].cases(sys.modules[name.split(".")[0]]):
-                called = f" ({in_words(name, args)})"
-                compare(name, function, args)
+        with time_limit(LIMIT), torch.random.fork_rng([]):
+            module = importlib.import_module(name.split(".")[0])
+            verdict = "raises an error"
+            owner, last = find(name)
+            function = getattr(owner, last)
+            with references_instead_of(EXERCISES.keys() - {name}):
+                torch.manual_seed(0)
+                for args in EXERCISES[name].cases(module):
+                    called = [f"called with: {in_words(name, args)}"]
+                    compare(name, function, args)
+        return ""
     except Different as error:
-        return f"{name} is not right yet{called}\n  {error}"
-    except Exception as error:
+        verdict, lines = "is not right yet", [str(error)]
+    except (Exception, SystemExit, TooSlow) as error:
         if str(error).startswith("exercise: "):
             other = str(error).removeprefix("exercise: ")
             calls = "" if other == name else f"calls {other}, which "
-            return f"{name} {calls}is not written yet"
+            return f"{name} {calls}is not implemented yet"
+        verdict = "takes too long" if isinstance(error, TooSlow) else verdict
         lines = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
                  for frame in traceback.extract_tb(error.__traceback__)
-                 if Path(frame.filename).parent == ROOT]
-        lines = lines[-3:] + "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-        return "\n  ".join([f"{name} stops with an error{called}", *lines])
-    return ""
+                 if Path(frame.filename).parent == ROOT][-3 if called else -1:]
+        if isinstance(error, SyntaxError):
+            lines = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
+        else:
+            lines.append(f"{type(error).__name__}: {error}")
+    return "\n  ".join([f"{name} {verdict}", *called, *lines])
 
 
-# ------------------------------------------------------------------------------ taking bodies out
+def report(names):
+    """Check these exercises, or all if none is named, and print each result at once. Returns 0 if
+    all are right, otherwise 1."""
+    wrong, causes = 0, set()
+    for name in names or EXERCISES:
+        text = check(name)
+        verdict, _, cause = text.partition("\n")
+        if not text:
+            print(f"{name} is right{remark(name)}", flush=True)
+            continue
+        wrong = 1
+        if "is not checked" in verdict:                    # many may have one cause: said once
+            text = f"{verdict}, see above" if cause in causes else text
+            causes.add(cause)
+        elif not names:
+            text = verdict
+        print(text, flush=True)
+    return wrong
+
+
+# -------------------------------------------------------------------------------- removing bodies
 def file_of(name):
     return f"{name.split('.')[0]}.py"
 
 
 def find_body(text, name):
-    """The syntax tree of the function `name` in the text of its file, and the number of lines up to
-    its body, which comes after the docstring."""
+    """Return the syntax tree of the function `name` in the text of its file, and the number of
+    lines up to its body, which comes after the docstring."""
     node = ast.parse(text)
     for part in name.split(".")[1:]:
         node = next(child for child in node.body if getattr(child, "name", None) == part)
     return node, node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
 
 
-def without_bodies(text, names):
-    """The lines of a file's text that are not in the bodies of these functions."""
-    inside = set()
-    for name in names:
-        node, start = find_body(text, name)
-        inside.update(range(start, node.end_lineno))
-    return [line for i, line in enumerate(text.splitlines()) if i not in inside]
-
-
-def take_out(folder, name, message):
-    """Takes the body of the function `name` out of its file in `folder` -> the function's line.
-    Signature, docstring and the comments that name an equation, a section or an item stay."""
-    path = folder / file_of(name)
-    text = path.read_bytes().decode("utf-8")
-    node, start = find_body(text, name)
-    body = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        inside = start < token.start[0] <= node.end_lineno
-        if inside and token.type == tokenize.COMMENT and re.search(SOURCES, token.string):
-            comment = re.sub("the same[,:] ", "", token.string)
-            if not re.fullmatch(r"# (Sec\.|Table|Figure) \S+", comment):  # nothing on its own
-                body.append(comment)
-    body.append(f'raise NotImplementedError("exercise: {message}")')
-    lines = text.splitlines(keepends=True)
-    end = lines[0][len(lines[0].rstrip("\r\n")):]          # as the file has it
-    lines[start:node.end_lineno] = [" " * node.body[0].col_offset + line + end for line in body]
-    path.write_bytes("".join(lines).encode("utf-8"))
-    return node.lineno
-
-
-def git(*words):
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8")
-
-
-def refusal(name):
-    """Why the body of this exercise must not be taken out, in one line: it is out already, or git
-    could not bring it back as it is; "" if it may be."""
-    file = file_of(name)
-    text = (ROOT / file).read_bytes().decode("utf-8")
+def code_of(name, text):
+    """Return the code of the function `name` in the text of its file, without docstring and
+    comments; "" if it has none."""
     with contextlib.suppress(SyntaxError, StopIteration):
-        node = find_body(text, name)[0]
-        code = [ast.unparse(part) for part in node.body[1:]]           # without the docstring
-        if len(code) == 1 and code[0].startswith(f"raise NotImplementedError('exercise: {name}"):
-            return (f"{name} is already taken out: write it in {file}, line {node.lineno}, "
-                    f"then --check {name}")
-    if not shutil.which("git") or git("ls-files", "--error-unmatch", file).returncode:
-        return (f"git does not know {file} and could not bring it back: "
-                f"python -m tests.exercise --handout FOLDER {name}")
-    with contextlib.suppress(SyntaxError, StopIteration):  # other exercises may have been changed
-        others = [other for other in EXERCISES if file_of(other) == file and other != name]
-        committed = git("show", f"HEAD:./{file}").stdout
-        if without_bodies(text, others) == without_bodies(committed, others):
-            return ""
-    return (f"{file} has changes that are not committed. Several in one file: name them together. "
-            f"To keep yours: git commit -m mine {file} (git checkout then gives back yours, not "
-            f"the original) or git stash push {file}. To drop them: git checkout HEAD -- {file}")
-
-
-def comparison(name):
-    """How to see the original beside a right solution; "" if git knows of no difference."""
-    words = ["diff", "HEAD", "--", file_of(name)]
-    differs = shutil.which("git") and git(*words).stdout
-    return f"; compare with the original: git {' '.join(words)}" if differs else ""
-
-
-def task(name):
-    item = EXERCISES[name]
-    return f"{item.task[0].upper()}{item.task[1:]} ({item.section})."
-
-
-def empty(names):
-    """Takes the bodies of these exercises out of the working tree. "", or why it must not."""
-    for name in names:
-        if refusal(name):
-            return refusal(name)
-    for name in names:
-        print(f"{file_of(name)}, line {take_out(ROOT, name, name)}: {name}. {task(name)}")
-    files = sorted({file_of(name) for name in names})
-    print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
-          f"Get it back:  git checkout HEAD -- {' '.join(files)}\n"
-          f"              (whole files; git stash push {' '.join(files)} keeps what you wrote)")
+        node, start = find_body(text, name)
+        return "\n".join(ast.unparse(part) for part in node.body if part.lineno > start)
     return ""
 
 
+def codes(name):
+    """Return the code of the function `name` now, and in the last commit; "" if git has none."""
+    file, committed = file_of(name), ""
+    if shutil.which("git"):
+        committed = subprocess.run(["git", "show", f"HEAD:./{file}"], cwd=ROOT,
+                                   capture_output=True, encoding="utf-8").stdout
+    return code_of(name, (ROOT / file).read_text(encoding="utf-8")), code_of(name, committed)
+
+
+def remark(name):
+    """Return what to add about a right solution: that it is the original, or how to compare with
+    it; "" without git."""
+    now, original = codes(name)
+    if not original or "exercise: " in original:
+        return ""
+    if now == original:
+        return " (unchanged since the last commit: the original, unless you committed yours)"
+    return f"; compare with the original: git diff HEAD -- {file_of(name)}"
+
+
+def remove(folder, name, message):
+    """Remove the body of the function `name` from its file in `folder`, and return the function's
+    line. Signature, docstring and the sections, equations and items in its comments stay."""
+    path = folder / file_of(name)
+    text = path.read_text(encoding="utf-8")
+    node, start = find_body(text, name)
+    lines, indent = text.splitlines(), " " * node.body[0].col_offset
+    sources = re.findall(SOURCES, " ".join(
+        line.partition("#")[2] for line in lines[start:node.end_lineno]))
+    comment = [f"{indent}# see {', '.join(dict.fromkeys(sources))}"] if sources else []
+    lines[start:node.end_lineno] = [
+        *comment, f'{indent}raise NotImplementedError("exercise: {message}")']
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return node.lineno
+
+
+def refuse(message):
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+def remove_here(names):
+    """Remove the bodies of these exercises from the working tree. Refuses if one is already removed
+    or git could not restore it."""
+    for name in names:
+        file, (now, committed) = file_of(name), codes(name)
+        if now.startswith(f"raise NotImplementedError('exercise: {name}"):
+            refuse(f"{name} is already removed: write it in {file}, then --check {name}")
+        if not committed:
+            refuse(f"git does not track {file} and could not restore it; use a copy instead: "
+                   f"python -m tests.exercise --handout FOLDER {name}")
+        if now != committed:
+            refuse(f"{name} has uncommitted changes. To keep them: git commit -m mine {file} (git "
+                   f"checkout then restores your version, not the original) or git stash push "
+                   f"{file}. To discard all changes of the file: git checkout HEAD -- {file}")
+    for name in names:
+        item, line = EXERCISES[name], remove(ROOT, name, name)
+        print(f"{file_of(name)}, line {line}: {name}: {item.task} ({item.section})")
+    files = " ".join(sorted({file_of(name) for name in names}))
+    print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
+          f"Get it back:  git checkout HEAD -- {files}\n"
+          f"              (whole files; git stash push {files} keeps what you wrote)")
+
+
 def handout(folder, names):
-    """Copies the project into `folder` without the bodies of these exercises, with a page of tasks.
-    "", or why it must not."""
-    if str(folder) in EXERCISES:
-        return f"--handout FOLDER NAMES: {folder} was read as the folder"
+    """Copy the project into a new folder, without the bodies of these exercises, and add a page of
+    tasks."""
     if not names:
-        return "--handout needs the names of exercises: --handout FOLDER NAMES"
+        refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        return f"{folder} exists and is not an empty folder"
-    if ROOT / "tests" in [folder.resolve(), *folder.resolve().parents]:
-        return f"{folder} is in the project's tests: choose another place"
-    kept = [path for part in ("*.py", "*.txt", "*.md", "LICENSE*") for path in ROOT.glob(part)]
+        refuse(f"{folder} exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for path in kept:
-        shutil.copy(path, folder)
+    for path in ROOT.iterdir():
+        if path.suffix in (".py", ".txt", ".md") or path.name.startswith("LICENSE"):
+            shutil.copy(path, folder)
     for part in ("tests", ".github"):                      # test_exercise.py has solutions
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(
                 "__pycache__", "test_exercise.py"))
-    page = ["# Tasks", "Each function below lacks its body. Its docstring (or its class's), the "
-            "comments that are left and the paper say what it has to do. The checks compare with "
-            "plain loops in `tests/references.py`: try without reading them. They do not look at "
-            "speed, devices or ties.",
-            "Install: `pip install -r requirements.txt`. Until all is written, `train.py` and "
-            "`pytest` stop with `exercise: NAME`. The README is the whole project's.",
-            "All tasks: `python -m tests.exercise --check " + " ".join(names) + "`"]
+    page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
+            "class's), the sources named in its place and the paper tell you what it must do. The "
+            "checks compare your results with plain-loop references in `tests/references.py`; try "
+            "not to look at those. Speed and ties are not checked.",
+            "Install: `pip install -r requirements.txt`. Until every function is written, "
+            "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
+            "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`"]
+    near = []
     for i, name in enumerate(names, 1):
-        take_out(folder, name, name)
-        twin = TWINS.get(name)
-        page += [f"## {i}. `{name}`", f"{task(name)} In `{file_of(name)}`.",
-                 f"Check: `python -m tests.exercise --check {name}`"]
-        if twin:
-            take_out(folder, twin, f"{twin} (with lines of {name})")
-            page.append(f"`{twin}` has some of these lines and no check of its own: write it, too.")
-            print(f"also taken out, as it has lines of {name}: {twin}")
+        remove(folder, name, name)
+        item = EXERCISES[name]
+        page += [f"## {i}. `{name}`", f"In `{file_of(name)}`: {item.task} ({item.section}). Check "
+                 f"it: `python -m tests.exercise --check {name}`"]
+        if name in COPIES:
+            remove(folder, COPIES[name], f"{COPIES[name]} (the same as {name})")
+            page.append(f"`{COPIES[name]}` is the same function: copy yours there.")
+        for twin in TWINS.get(name, ()):
+            if twin not in names:
+                near.append(f"`{twin}` is nearly the solution of `{name}`.")
+    page += ["## For the teacher: delete this section", *near] if near else []
     (folder / "TASKS.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    for file in sorted({file_of(name) for name in EXERCISES}):
-        if "NotImplementedError(\"exercise: " in (ROOT / file).read_text(encoding="utf-8"):
-            print(f"note: {file} has a body taken out already, which is missing in the copy, too")
-    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md")
-    return ""
+    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md. It ends "
+          f"with a section for the teacher if the files still hold similar functions")
 
 
 def main(argv=None):
-    """The command line. Returns 0 if all is right, 1 if not; 2 where it refuses, in one line."""
+    """The command line. Returns 0 if all checks pass, 1 if not, and 2, with a one-line message, if
+    it refuses."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises: their bodies "
-                        "are taken out of the files here; without: a list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises whose bodies to remove "
+                        "from the files here; without a name: list all")
     parser.add_argument("--check", action="store_true", help="check them; without NAMEs all")
-    parser.add_argument("--handout", type=Path, metavar="FOLDER",
-                        help="leave the files here; take the bodies out of a copy in FOLDER")
+    parser.add_argument("--handout", type=Path, metavar="FOLDER", help="leave the files here "
+                        "untouched and remove the bodies in a copy in FOLDER")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in EXERCISES:
-            near = difflib.get_close_matches(name, EXERCISES, 3, 0.4)
-            parser.exit(2, f"{name} is not an exercise" + (
-                f"; did you mean {' or '.join(near)}?\n" if near else
-                ": without a name there is a list\n"))
+            refuse(f"{name} is not an exercise: run it without a name for the list")
     names = [name for name in EXERCISES if name in args.names]
     if args.check:
-        texts = {name: check(name) for name in names or EXERCISES}
-        for name, text in texts.items():
-            text = text or f"{name} is right{comparison(name) if names else ''}"
-            print(text if names else re.split(r" \((?!with)|\n", text)[0])
-        return int(any(texts.values()))
-    if args.handout or names:
-        reason = handout(args.handout, names) if args.handout else empty(names)
-        if reason:
-            parser.exit(2, f"{reason}\n")
-        return 0
-    print(__doc__.split("\n\n")[1], end="\n\n")
-    for name, item in EXERCISES.items():
-        print(f"{name:32} {item.task} ({item.section})")
+        return report(names)
+    if args.handout:
+        handout(args.handout, names)
+    elif names:
+        remove_here(names)
+    else:
+        print(__doc__.split("\n\n")[1], end="\n\n")
+        for name, item in EXERCISES.items():
+            print(f"{name:32} {item.task} ({item.section})")
     return 0
 
 

@@ -3,7 +3,7 @@ project's classes.
 
 `replay(fixture)` builds the model from `config` and `state_dict`, runs it on the fixture's inputs
 and returns this project's own loss, predictions and gradients, the latter under released names. It
-never looks at an expected value. The mapping from released names to ours lives here, except where
+never reads an expected value. The mapping from released names to ours lives here, except where
 public checkpoints exist: that one is vit.from_released."""
 
 import torch
@@ -16,7 +16,7 @@ from hypermae import HyperMAE, grid_coords
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from vit import MLP, from_released, gather_patches
+from vit import MLP, from_released, gather_patches, linear_patch_embed
 
 EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pred_indices", "psnr",
             "modulation_matrix", "pred_returned", "pixels", "modulations", "hyponet_weights",
@@ -24,25 +24,25 @@ EXPECTED = ("loss", "pred", "grads", "latent", "mask", "ids_keep", "logits", "pr
 
 
 def load(path):
-    """A fixture: a dict of tensors, numbers and strings."""
+    """Return a fixture: a dict of tensors, numbers and strings."""
     return torch.load(path, weights_only=True)
 
 
 def vit_args(config):
-    """The sizes of the encoder, by our names."""
+    """Return the encoder's sizes under our names."""
     names = dict(img_size="img_size", patch_size="patch_size", in_chans="in_chans", dim="embed_dim",
                  depth="depth", heads="num_heads")
     return {ours: config[released] for ours, released in names.items()}
 
 
 def decoder_args(config):
-    """The sizes of a transformer decoder, and the normalised targets."""
+    """Return the sizes of a transformer decoder, and whether targets are normalised."""
     return dict(norm_pix_loss=config["norm_pix_loss"], decoder_dim=config["decoder_embed_dim"],
                 decoder_depth=config["decoder_depth"], decoder_heads=config["decoder_num_heads"])
 
 
 def prepare(model, config, state):
-    """The model with the fixture's MLP ratio, LayerNorm eps and weights, in eval mode."""
+    """Give the model the fixture's MLP ratio, LayerNorm eps and weights; return it in eval mode."""
     for module in model.modules():
         if isinstance(getattr(module, "mlp", None), MLP):
             dim = module.mlp.fc1.in_features
@@ -55,12 +55,16 @@ def prepare(model, config, state):
 
 
 def gradients(model, loss, fixture, released=lambda name: name):
-    """{released name: gradient} of the trainable parameters, or of those in `grad_names`; zeros for
-    what the release has and does not use."""
+    """Return {released name: gradient} of the trainable parameters, or of those in `grad_names`;
+    zeros for what the release has but does not use."""
     model.zero_grad()
     loss.backward()
     grads = {released(name.removeprefix("encoder.")): p.grad
              for name, p in model.named_parameters() if p.requires_grad}
+    # the release embeds patches by a convolution, whose weight is (D, C, p, q)
+    weight = grads.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
+    grads["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
+    grads["patch_embed.proj.bias"] = grads.pop("patch_embed.bias")
     state = fixture["state_dict"]
     names = fixture.get("grad_names") or [k for k in state if k in grads or "pos_embed" not in k]
     return {name: grads[name] if name in grads else torch.zeros_like(state[name])
@@ -68,7 +72,7 @@ def gradients(model, loss, fixture, released=lambda name: name):
 
 
 def in_raster_order(pred, ids_keep, ids_mask):
-    """Predictions (B,L,N) in noise order, visible patches first, in raster order."""
+    """Return predictions (B,L,N), given in noise order, visible patches first, in raster order."""
     return gather_patches(pred, torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1))
 
 
@@ -113,7 +117,7 @@ HYPERMAE_NAMES = {"feat2w_blocks": "feat2W_blocks", "proj": "linear_proj_pacomlp
 
 def replay_hypermae(fixture):
     config = fixture["config"]
-    assert config.get("use_pe", True), "HyperMAE without positional embedding is not built"
+    assert config.get("use_pe", True), "HyperMAE without positional embedding is not implemented"
 
     def released(name):
         first, *rest = name.split(".", 1)
@@ -124,7 +128,8 @@ def replay_hypermae(fixture):
         mlp_depth=config["pre_mod_depth"] + 1 + config["post_mod_depth"],
         modulated_layer=config["pre_mod_depth"], hidden_dim=config["hidden_dim"],
         pe_dim=config["pe_dim"], pe_sigma=config["pe_sigma"], out_bias=config["out_bias"])
-    prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
+    state = linear_patch_embed(fixture["state_dict"])
+    prepare(model, config, {name: state[released(name.removeprefix("encoder."))]
                             for name in model.state_dict()})
     images, noise = fixture["images"], fixture["noise"]
     loss, _ = model(images, noise)
@@ -136,7 +141,7 @@ def replay_hypermae(fixture):
 
 
 def replay_minr(fixture):
-    """From the weight tokens on: a fixture has no images."""
+    """Start from the weight tokens: a fixture has no images."""
     config, state = fixture["config"], fixture["state_dict"]
     for name, value in dict(use_bias=True, normalize_weight=True, activation="relu").items():
         assert config.get(name, value) == value, f"{name} {config[name]} is not MINR's"
@@ -176,26 +181,26 @@ def replay_minr(fixture):
 
 
 def replay_imae(fixture):
-    """The fixture brings the teacher's latents in place of a teacher."""
-    config, a = fixture["config"], fixture["config"]["lam"]
+    """Take the teacher's latents from the fixture, which has no teacher."""
+    config, alpha = fixture["config"], fixture["config"]["lam"]
     model = IMAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"])
     def released(name):
         first, dot, last = name.rpartition(".")
         return {"decoder_embed.0": "decoder_embed1",
                 "decoder_embed.1": "decoder_embed2"}.get(first, first) + dot + last
-    prepare(model, config, {name: fixture["state_dict"][released(name.removeprefix("encoder."))]
+    state = linear_patch_embed(fixture["state_dict"])
+    prepare(model, config, {name: state[released(name.removeprefix("encoder."))]
                             for name in model.state_dict()})
     model.norm_pix_loss = False                            # the release accepts and ignores it
     model.distill_weight = float(config["distill"])
     x1, x2, noise = fixture["x1"], fixture["x2"], fixture["noise"]
-    model.teach = lambda images, ids_keep: torch.cat([     # it gets the images as they are
-        fixture["teacher_latent_x1" if torch.equal(x, x1) else "teacher_latent_x2"]
-        for x in images.split(len(x1))])
-    loss, _ = model(x1, noise, x2, a)
+    model.teach = lambda images, ids_keep: fixture[        # it gets the unmixed images
+        "teacher_latent_x1" if torch.equal(images, x1) else "teacher_latent_x2"]
+    loss, _ = model(x1, noise, x2, alpha)
     with torch.no_grad():
         ids_keep, ids_mask, mask = model.encoder.mask(x1, noise, model.mask_ratio)
         pred = []
-        for z in model.encode(a * x1 + (1 - a) * x2, ids_keep):
+        for z in model.encode(alpha * x1 + (1 - alpha) * x2, ids_keep):
             decoded = model.decode(z, ids_keep, ids_mask, mask.shape[1])
             pred.append(in_raster_order(decoded, ids_keep, ids_mask))
     return {"loss": loss.detach(), "pred": pred,
@@ -218,12 +223,12 @@ REPLAY = {"mae": replay_mae, "crossmae": replay_crossmae, "hypermae": replay_hyp
 
 
 def replay(fixture):
-    """This project's {"loss": 0-dim, "pred": tensor, "grads": {released name: tensor}}."""
+    """Return this project's {"loss": 0-dim, "pred": tensor, "grads": {released name: tensor}}."""
     return REPLAY[fixture["method"]](fixture)
 
 
 def distances(fixture):
-    """The largest difference of loss, predictions and gradients from a fixture's."""
+    """Return the largest difference of loss, predictions and gradients from a fixture's."""
     ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
     assert ours["grads"].keys() >= fixture["grads"].keys() and len(fixture["grads"]) > 2
 

@@ -1,7 +1,7 @@
-"""What tests/exercise.py checks: each function of an exercise once more, in plain loops.
+"""What tests/exercise.py checks: the functions of the exercises again, in plain loops.
 
 A reference takes the arguments of its function and, as `slip`, the name of a usual mistake, which
-it then makes. So the check can tell a student which mistake a wrong result comes from.
+it then makes. So a check can tell a student which mistake leads to a wrong result.
 """
 
 import inspect
@@ -14,14 +14,18 @@ import torch
 EXERCISES = {}                                             # {name: what exercise() is given}
 
 
-def exercise(name, section, task, returns, cases, call=None, **slips):
-    """Registers the reference of an exercise.
+class Different(Exception):
+    """Says how a result differs from the reference's."""
 
-    returns: names of the axes of what it returns, as "image, patch"; a tuple of these, each with a
-        label, as "mask: image, patch"; [one] for a list of any length
-    cases(module): the arguments that it is called with, a list of tuples
+
+def exercise(name, section, task, returns, cases, call=None, **slips):
+    """Register the reference of an exercise.
+
+    returns: names of the axes of the result, e.g. "image, patch"; a tuple of these, each with a
+        label, e.g. "mask: image, patch"; [one] for a list of any length
+    cases(module): the arguments of each call, a list of tuples
     call(function, *arguments): what is compared; None: what the function returns
-    slips: {slip: what a student is told who made it}
+    slips: {slip: the hint for this mistake}
     """
     def register(reference):
         EXERCISES[name] = SimpleNamespace(
@@ -32,8 +36,8 @@ def exercise(name, section, task, returns, cases, call=None, **slips):
 
 
 def build(cls, *sizes, **options):
-    """A module of these sizes or a tiny model, of 2 x 3 patches of which 2 are visible, with random
-    weights, norms included."""
+    """Return a module of these sizes, or a tiny model with 2 visible patches out of 2 x 3. All its
+    weights are random, those of norms too."""
     names, known = inspect.signature(cls.__init__).parameters, dict(
         img_size=(4, 6), patch_size=2, dim=8, depth=1, heads=2, mask_ratio=0.6,
         prediction_ratio=0.6, decoder_dim=12, decoder_depth=1, decoder_heads=2, hidden_dim=6,
@@ -50,7 +54,7 @@ def build(cls, *sizes, **options):
 
 
 def random_inputs(B=2):
-    """Images (B,3,4,6), noise (B,6), and its ids_keep (B,2) and ids_mask (B,4)."""
+    """Return images (B,3,4,6), noise (B,6), and its ids_keep (B,2) and ids_mask (B,4)."""
     noise = torch.rand(B, 6)
     return torch.randn(B, 3, 4, 6), noise, *noise.argsort(dim=1).split([2, 4], dim=1)
 
@@ -60,10 +64,10 @@ def random_inputs(B=2):
     "vit.patchify", "ViT Sec. 3.1; MAE Sec. 3", "images -> patches in raster order",
     "image, patch, value",
     lambda vit: [(torch.randn(2, 3, 4, 6), 2), (torch.randn(2, 1, 4, 6), (2, 3))],
-    channels="the channel is the slowest within a patch. It should be the fastest.",
-    columns="patches are in the order of columns. Raster order is row by row.",
-    inside="pixels within a patch are in the order of columns. They should be row by row.",
-    memory="these are neighbours in memory, not in the image. A reshape alone cuts no squares.")
+    channels="the channel varies slowest within a patch. It should vary fastest.",
+    columns="patches are sorted column by column. Raster order is row by row.",
+    inside="pixels within a patch are sorted column by column. They should be row by row.",
+    memory="these are neighbours in memory, not in the image. A reshape cannot cut out squares.")
 def patchify(images, patch_size, slip=""):
     B, C, H, W = images.shape
     p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
@@ -84,14 +88,14 @@ def patchify(images, patch_size, slip=""):
 
 
 @exercise(
-    "vit.normalize_patches", "MAE Sec. 3, Reconstruction target", "mean 0, variance 1 in each",
+    "vit.normalize_patches", "MAE Sec. 3, Reconstruction target", "patches to mean 0, variance 1",
     ("patches: image, patch, value", "mean: image, patch, column", "std: image, patch, column"),
     lambda vit: [(torch.stack([torch.randn(3, 4) + 1, torch.full((3, 4), 0.5)]),)],
     biased="the variance is biased (over N). The docstring says unbiased.",
-    epsilon="a patch of one colour has variance 0. What does the docstring add?",
-    outside="1e-6 is added to the standard deviation. It belongs to the variance.",
-    squared="this is the variance. Which has the unit of the pixels?",
-    image="mean and variance are of a whole image. Each patch has its own.")
+    epsilon="a patch of one colour has variance 0. What does the docstring add to it?",
+    outside="1e-6 is added to the standard deviation. It should be added to the variance.",
+    squared="the patches are divided by the variance. It should be its square root.",
+    image="mean and variance are those of a whole image. Each patch has its own.")
 def normalize_patches(patches, slip=""):
     result, means, stds = torch.empty_like(patches), [], []
     for b, image in enumerate(patches.tolist()):
@@ -113,20 +117,20 @@ def normalize_patches(patches, slip=""):
 
 
 @exercise(
-    "vit.masking", "MAE Sec. 3, Masking", "rank noise: what is visible, what hidden",
+    "vit.masking", "MAE Sec. 3, Masking", "sort noise to choose visible patches",
     ("ids_keep: image, place", "ids_mask: image, place", "mask: image, patch"),
     lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 35), 0.8)],
-    highest="the highest noise is visible. It should be the lowest.",
-    inverted="the mask is inverted. 1 is hidden, 0 visible.",
-    count="K is another number. It is visible_count(L, mask_ratio), which truncates.",
-    first="all images have the first one's mask. Each has noise of its own.",
-    raster="the ids are in raster order. They should be in the order of the noise.",
-    ranks="these are the patches' ranks. Wanted are the patches, in the order of their ranks.",
-    shuffled="the mask is in the order of the noise. Entry i of it belongs to patch i.")
+    highest="the patches with the highest noise are visible. It should be the lowest.",
+    inverted="the mask is inverted. 1 is masked, 0 visible.",
+    count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
+    first="all images have the first one's mask. Each has its own noise.",
+    raster="the ids are in raster order. They should be sorted by noise.",
+    ranks="these are the ranks of the patches. The ids are the patches, sorted by rank.",
+    shuffled="the mask is sorted by noise. Its entry i should belong to patch i.")
 def masking(noise, mask_ratio, slip=""):
     L = noise.shape[1]
     K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
-    keep, hide, mask = [], [], torch.ones(noise.shape)
+    keep, rest, mask = [], [], torch.ones(noise.shape)
     for b in range(len(noise)):
         row = noise[0 if slip == "first" else b].tolist()
         order = sorted(range(L), key=row.__getitem__, reverse=slip == "highest")
@@ -135,19 +139,19 @@ def masking(noise, mask_ratio, slip=""):
         elif slip == "ranks":
             order = [order.index(i) for i in range(L)]
         keep.append(order[:K])
-        hide.append(order[K:])
+        rest.append(order[K:])
         for i in range(K) if slip == "shuffled" else order[:K]:
             mask[b, i] = 0
-    return torch.tensor(keep), torch.tensor(hide), 1 - mask if slip == "inverted" else mask
+    return torch.tensor(keep), torch.tensor(rest), 1 - mask if slip == "inverted" else mask
 
 
 @exercise(
-    "vit.sincos_pos_embed", "MAE Appendix A.1", "fixed positions of sines and cosines",
+    "vit.sincos_pos_embed", "MAE Appendix A.1", "fixed sine-cosine positions",
     "batch, token, channel", lambda vit: [(12, (2, 3)), (8, (3, 2)), (6, (2, 2))],
-    rows="the first half of the channels has the row. It should have the column.",
+    rows="the first half of the channels encodes the row. It should encode the column.",
     cosines="cosines come before sines.",
-    interleaved="sines and cosines alternate. All sines of a half come before its cosines.",
-    endpoint="the frequencies are others. They are 10000 ** -(i / n): i does not reach n.",
+    interleaved="sines and cosines alternate. In each half, all sines come before all cosines.",
+    endpoint="the frequencies are wrong. They are 10000^(-i/n): i ends at n-1, but n divides it.",
     token="the class token has a position. Its row should be zero.")
 def sincos_pos_embed(dim, grid, slip=""):
     if dim % 4:
@@ -169,33 +173,47 @@ def sincos_pos_embed(dim, grid, slip=""):
     return torch.tensor([table])
 
 
+SPLIT = "a reshape alone splits the heads wrongly: (B, N, heads, d) needs a transpose afterwards."
+HEADS = "the scores are divided by the number of heads. It should be the root of a head's width."
+INTERLEAVED = "the heads are interleaved. The channels of a head should be neighbours."
 ATTENTION_SLIPS = dict(
-    scale="the scores are not divided by the root of a head's width.",
-    linear="the scores are divided by a head's width. It should be the root of it.",
+    scale="the scores are not divided by the square root of a head's width.",
+    linear="the scores are divided by a head's width. It should be its root, once.",
+    full="the scores are divided by the root of the full width. It should be that of a head's.",
+    count=HEADS, root=HEADS,
     axis="the softmax is over the queries. The weights of each query should sum to 1.",
-    heads="this is one head, as wide as all.",
-    merge="the heads are put together wrongly: each token has its own part of every head.",
+    heads="this is one head of full width.",
+    interleaved=INTERLEAVED, strided=INTERLEAVED, split=SPLIT, reshaped=SPLIT,
+    merge="the heads are joined wrongly: each token should get its own part of every head.",
     proj="the last linear layer, proj, is missing.")
 
 
 def attend(module, q, k, v, slip):
-    """The attention of queries (M,E) to keys and values (N,E), head by head: (M,E)."""
+    """Return the attention of queries (M,E) to keys and values (N,E), head by head: (M,E)."""
     heads, results = 1 if slip == "heads" else module.heads, []
-    d = q.shape[1] // heads
-    for start in range(0, heads * d, d):
-        part = slice(start, start + d)
-        scores = q[:, part] @ k[:, part].T                             # (M, N)
-        weights = (scores / {"scale": 1, "linear": d}.get(slip, d ** 0.5)).exp()
+    E, d = q.shape[1], q.shape[1] // heads
+    scale = {"scale": 1, "linear": d, "full": E ** 0.5, "count": heads, "root": heads ** 0.5}.get(
+        slip, d ** 0.5)
+    for i in range(heads):
+        part = slice(i, E, heads) if slip in ("interleaved", "strided") else slice(i * d, i * d + d)
+        parts = [t[:, part] for t in (q, k, v)]                        # (M, d), (N, d), (N, d)
+        if slip in ("split", "reshaped"):
+            parts = [t.reshape(heads, len(t), d)[i] for t in (q, k, v)]
+        weights = (parts[0] @ parts[1].T / scale).exp()                # (M, N)
         weights = weights / weights.sum(0 if slip == "axis" else 1, keepdim=True)
-        results.append(weights @ v[:, part])                           # (M, d)
-    merged = torch.stack(results).reshape(q.shape) if slip == "merge" else torch.cat(results, 1)
-    return merged if slip == "proj" else module.proj(merged)
+        results.append(weights @ parts[2])                             # (M, d)
+    x = torch.cat(results, 1)                                          # (M, E)
+    if slip in ("merge", "reshaped"):
+        x = torch.stack(results).reshape(q.shape)
+    elif slip == "strided":
+        x = torch.stack(results, 2).reshape(q.shape)
+    return x if slip == "proj" else module.proj(x)
 
 
 @exercise(
     "vit.Attention.forward", "ViT eq. 5-8", "multi-head self-attention", "image, token, channel",
-    lambda vit: [(build(vit.Attention, 8, 2), torch.randn(2, 5, 8))],
-    order="q, k and v are mixed up. qkv gives q, then k, then v.", **ATTENTION_SLIPS)
+    lambda vit: [(build(vit.Attention, 12, 2), torch.randn(2, 5, 12))],
+    order="q, k and v are mixed up. qkv outputs q, then k, then v.", **ATTENTION_SLIPS)
 def attention(self, x, slip=""):
     results = []
     for tokens in x:
@@ -207,22 +225,23 @@ def attention(self, x, slip=""):
 
 # ------------------------------------------------------------------------------------------- mae.py
 @exercise(
-    "mae.MAE.decoder_input", "MAE Sec. 3, MAE decoder", "visible and mask tokens with positions",
+    "mae.MAE.add_mask_tokens", "MAE Sec. 3, MAE decoder", "visible and mask tokens with positions",
     "image, token, channel", lambda mae: [(build(mae.MAE), torch.randn(2, 3, 8),
                                            *random_inputs()[2:])],
     positions="the positions are left out.",
-    hidden="mask tokens have no positions, so that all are the same.",
-    places="positions are those of the first tokens. Each patch has its own, by its id.",
+    masked="mask tokens have no positions, so they are all the same.",
+    places="positions follow the order of the tokens. Each patch has its own, given by its id.",
     shifted="each patch has the position of the one before it. Row 0 is the class token's.",
-    raster="tokens are in raster order. They should be in noise order, the visible first.")
-def decoder_input(self, z, ids_keep, ids_mask, slip=""):
+    raster="tokens are in raster order. They should be sorted by noise, visible ones first.")
+def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
     results, K = [], ids_keep.shape[1]
     for b, ids in enumerate(torch.cat([ids_keep, ids_mask], dim=1).tolist()):
-        rows = {-1: self.decoder_embed(z[b, 0]) + self.decoder_pos_embed[0, 0]}
+        x = self.decoder_embed(latent[b])                              # (1+K, E)
+        rows = {-1: x[0] + self.decoder_pos_embed[0, 0]}
         for place, patch in enumerate(ids):
-            token = self.decoder_embed(z[b, 1 + place]) if place < K else self.mask_token[0, 0]
+            token = x[1 + place] if place < K else self.mask_token[0, 0]
             row = {"places": 1 + place, "shifted": patch}.get(slip, 1 + patch)
-            if slip != "positions" and not (slip == "hidden" and place >= K):
+            if slip != "positions" and not (slip == "masked" and place >= K):
                 token = token + self.decoder_pos_embed[0, row]
             rows[patch if slip == "raster" else place] = token
         results.append(torch.stack([rows[place] for place in sorted(rows)]))
@@ -230,22 +249,22 @@ def decoder_input(self, z, ids_keep, ids_mask, slip=""):
 
 
 LOSS_SLIPS = dict(
-    all="the loss covers all patches. It should cover the hidden ones alone.",
-    visible="the loss covers the visible patches. It should cover the hidden ones.",
+    all="the loss covers all patches. It should cover only the masked ones.",
+    visible="the loss covers the visible patches. It should cover the masked ones.",
     sum="this is a sum. It should be the mean.",
-    values="the errors of a patch are summed. They should be averaged, too.",
-    divided="the sum is divided by the number of all patches. It should be that of hidden ones.",
+    values="the errors within a patch are summed. They should be averaged.",
+    divided="the sum is divided by the number of all patches, not by that of the masked ones.",
     absolute="these are absolute errors. They should be squared.",
     pixels="norm_pix_loss is ignored, or means the opposite.",
-    order="predictions are compared with other patches' pixels. They are in noise order.",
-    mask="the mask is in raster order, but what it is applied to is in noise order.",
-    raster="mask and target are in raster order, but the predictions are in noise order.",
-    ignored="noise is ignored: the mask is drawn anew.",
-    exchanged="noise is the wrong way round: ids_mask are encoded and ids_keep predicted.")
+    order="predictions are compared with other patches' pixels. They are sorted by noise.",
+    mask="the mask is in raster order, but it is applied to errors sorted by noise.",
+    raster="mask and target are in raster order, but the predictions are sorted by noise.",
+    ignored="noise is ignored: a new mask is drawn.",
+    exchanged="ids_keep and ids_mask are exchanged: the masked patches are encoded.")
 
 
 def mean_error(model, images, z, ids_keep, ids_mask, slip):
-    """The mean squared error of the hidden patches of images, as predicted from z."""
+    """Return the mean squared error over the masked patches of images, predicted from z."""
     ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
     pred = model.decode(z, ids_keep, ids_mask, ids.shape[1])           # (B, L, p*p*C)
     patches = patchify(images, model.encoder.patch_size)
@@ -265,25 +284,31 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
 
 
 def call_forward(forward, model, images, noise, *more):
-    """What forward returns or, without noise, whether its mask is another one in each call."""
-    if noise is not None:
+    """Call forward. Raises Different if the mask, or alpha, is to be drawn and never changes."""
+    drawn = "mask" if noise is None else "alpha" if more and more[1] is model.alpha is None else ""
+    if not drawn:
         torch.manual_seed(1)                               # for what forward may draw nevertheless
         return forward(model, images, noise, *more)
-    loss = forward(model, images, noise, *more)[0]
-    others = any(forward(model, images, noise, *more)[0] != loss for _ in range(9))
-    return {"without noise, each call has another mask": others}
+    if len({forward(model, images, noise, *more)[0].item() for _ in range(9)}) == 1:
+        raise Different(f"{drawn} is None, but every call uses the same {drawn}: draw a new one")
+    return {}
 
 
 def loss_cases(mae):
     images, noise, *_ = random_inputs()
+    other = build(mae.MAE)
+    other.encode = lambda *args: 2 * mae.MAE.encode(other, *args)
+    other.said += "whose encode is overridden"
     return [(build(mae.MAE, norm_pix_loss=False), images, noise),
-            (build(mae.MAE, norm_pix_loss=True), images, noise), (build(mae.MAE), images, None)]
+            (build(mae.MAE, norm_pix_loss=True), images, noise), (other, images, noise),
+            (build(mae.MAE), images, None)]
 
 
 @exercise(
     "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
     ("loss: ", "metrics"), loss_cases, call_forward,
-    leak="all patches are encoded, so that the visible ones have seen the hidden ones.",
+    leak="all patches are encoded, so the visible ones have seen the masked ones.",
+    bypassed="self.encode is not called: a subclass that overrides it would be ignored.",
     **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
@@ -291,22 +316,24 @@ def mae_forward(self, images, noise=None, slip=""):
     if slip == "exchanged":
         ids_keep, ids_mask = ids_mask, ids_keep
     seen = torch.cat([ids_keep, ids_mask], dim=1) if slip == "leak" else ids_keep
-    z = self.encode(images, seen)[:, :1 + ids_keep.shape[1]]
-    loss = mean_error(self, images, z, ids_keep, ids_mask, slip)
+    z = (self.encoder if slip == "bypassed" else self.encode)(images, seen)
+    loss = mean_error(self, images, z[:, :1 + ids_keep.shape[1]], ids_keep, ids_mask, slip)
     return loss, {"loss": loss.detach()}
 
 
 # -------------------------------------------------------------------------------------- crossmae.py
 @exercise(
-    "crossmae.CrossAttention.forward", "CrossMAE Sec. 3.2", "queries read another sequence",
+    "crossmae.CrossAttention.forward", "CrossMAE Sec. 3.2", "queries attend to another sequence",
     "image, query, channel",
-    lambda crossmae: [(build(crossmae.CrossAttention, 8, c, 2), torch.randn(2, 3, 8),
-                       torch.randn(2, 4, c)) for c in (8, 6)],
-    order="keys and values are exchanged. kv gives k, then v.",
-    own="keys and values are made of x. They should be made of y.", **ATTENTION_SLIPS)
+    lambda crossmae: [(build(crossmae.CrossAttention, 12, c, 2), torch.randn(2, 3, 12),
+                       torch.randn(2, 4, c)) for c in (12, 6)],
+    order="keys and values are exchanged. kv outputs k, then v.",
+    own="keys and values are computed from x. They should come from y.",
+    token="the first token of y, the class token, is left out. Queries attend to it too.",
+    **ATTENTION_SLIPS)
 def cross_attention(self, x, y, slip=""):
     results = []
-    for queries, context in zip(x, x if slip == "own" else y):
+    for queries, context in zip(x, {"own": x, "token": y[:, 1:]}.get(slip, y)):
         k, v = self.kv(context).chunk(2, dim=1)                        # (1+K, E) each
         k, v = (v, k) if slip == "order" else (k, v)
         results.append(attend(self, self.q(queries), k, v, slip))
@@ -315,23 +342,23 @@ def cross_attention(self, x, y, slip=""):
 
 def map_cases(crossmae):
     images, _, ids_keep, _ = random_inputs()
-    return [(build(crossmae.CrossMAE, depth=2, decoder_depth=3, **options), images, ids_keep)
-            for options in ({}, dict(feature_maps="last"), dict(feature_maps=(1,)),
+    return [(build(crossmae.CrossMAE, depth=3, decoder_depth=3, **options), images, ids_keep)
+            for options in ({}, dict(feature_maps="last"),
                             dict(include_input=False, softmax_weights=True),
-                            dict(project_maps=True))]
+                            dict(project_maps=True, feature_maps=(0, 2)))]
 
 
 @exercise(
     "crossmae.CrossMAE.encode", "CrossMAE Sec. 3.4, eq. 1", "inter-block attention",
     ["decoder block: image, token, channel"], map_cases,
-    shared="one row of weights is used for all decoder blocks. Each has its own.",
+    shared="all decoder blocks use one row of weights. Each has its own.",
     norms="the mixes are not normalised. Each decoder block has a norm (A.3).",
-    first="all mixes have one norm. Each decoder block has its own.",
-    last="only the last map is read.",
-    reversed="the weights meet the maps in the wrong order.",
-    logits="softmax_weights is ignored: map_weights() takes care of it.",
+    first="all mixes use one norm. Each decoder block has its own.",
+    last="only the last map is used.",
+    logits="softmax_weights is ignored: map_weights() applies it.",
     axis="the softmax is over decoder blocks. It should be over the maps.",
-    projection="project_maps is ignored.")
+    projection="project_maps is ignored.",
+    early="projections meet the wrong maps: map_proj has one for each of the maps map_ids.")
 def crossmae_encode(self, images, ids_keep, slip=""):
     maps, results = self.encoder.layers(self.encoder.embed(images, ids_keep)), []
     if not hasattr(self, "wfm"):                           # feature_maps "last"
@@ -342,9 +369,10 @@ def crossmae_encode(self, images, ids_keep, slip=""):
     for k, norm in enumerate(self.dec_norms):
         t = 0
         for j, i in enumerate(ids):
-            f = self.map_proj[j](maps[i]) if self.map_proj and slip != "projection" else maps[i]
-            w = W[0 if slip == "shared" else k, -1 - j if slip == "reversed" else j]
-            t = t + w * f
+            f = maps[i]
+            if self.map_proj and slip != "projection":
+                f = self.map_proj[i % len(ids) if slip == "early" else j](f)
+            t = t + W[0 if slip == "shared" else k, j] * f
         t, norm = maps[-1] if slip == "last" else t, self.dec_norms[0] if slip == "first" else norm
         results.append(t if slip == "norms" else norm(t))
     return results
@@ -355,15 +383,30 @@ def coordinates(*shape):
     return torch.randint(-8, 9, (*shape, 2)) / 8           # exact in every precision
 
 
+def call_features(function, coords, dim, sigma):
+    """Call fourier_features; float64 is as good as float32. The meta device stands for a GPU: raise
+    Different if another one is used."""
+    if not coords.is_meta:
+        return function(coords, dim, sigma).double()
+    try:
+        wrong = function(coords, dim, sigma).device != coords.device
+    except Exception as error:                             # a loop cannot read values there: right
+        wrong = "is not on the expected device" in str(error)
+    if wrong:
+        raise Different("it only works on one device: create tensors with device=coords.device")
+    return {}
+
+
 @exercise(
     "hypermae.fourier_features", "HyperMAE Algorithm 1, item 5", "cosines and sines of coordinates",
     "image, coordinate, feature",
     lambda hypermae: [(coordinates(3), 6, 8.0), (coordinates(2, 3), 6, 8.0),
-                      (coordinates(3).bfloat16(), 4, 64.0)],
+                      (coordinates(3).bfloat16(), 4, 64.0), (coordinates(3).to("meta"), 6, 8.0)],
+    call_features,
     sines="sines come before cosines.",
     pi="pi is missing.",
     double="the phase is 2 pi f x. The docstring says pi f x.",
-    linear="the frequencies have equal differences. They should be geometrically spaced.",
+    linear="the frequencies are linearly spaced. They should be geometrically spaced.",
     open="the last frequency should be sigma itself.",
     mixed="row and column alternate. All frequencies of the row come first.",
     column="the column comes before the row.")
@@ -385,36 +428,41 @@ def fourier_features(coords, dim, sigma, slip=""):
 def paco_cases(hypermae):
     models = [build(hypermae.HyperMAE, **options) for options in (
         {}, dict(modulated_layer=2), dict(modulated_layer=0), dict(relu_around_m=True),
-        dict(relu_around_m=True, modulated_layer=0), dict(relu_around_m=True, modulated_layer=2))]
+        dict(relu_around_m=True, modulated_layer=0), dict(out_bias=0.2, modulated_layer=2))]
     return [(model, coordinates(*shape), torch.randn(2, len(model.T), 6))
             for model, shape in zip(models, [(2, 3), (3,)] * 3)]
+
+
+LATE = "M comes one layer late: modulated_layer counts from 0."
 
 
 @exercise(
     "hypermae.HyperMAE.decode", "HyperMAE Sec. 2.2, Algorithm 1", "the modulated MLP",
     "image, coordinate, value", paco_cases,
-    around="there is a ReLU beside M. That is for relu_around_m alone.",
+    around="there is a ReLU next to M. Only relu_around_m has it.",
     ignored="relu_around_m is ignored.",
     linear="there is no ReLU.",
     final="there is a ReLU after the last layer.",
     bias="out_bias is not added.",
+    constant="0.5 is added. It should be out_bias.",
+    late=LATE, moved=LATE,
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
     depth, mod, results = len(self.paco_mlp) + 1, self.modulated_layer, []
     around = slip == "around" or self.relu_around_m and slip != "ignored"
+    place = mod + (slip in ("late", "moved"))
+    near = (mod - 1, mod) if slip == "moved" else (place - 1, place)   # layers without a ReLU
     for own, places in zip(M, coords.expand(len(M), -1, -1)):
-        rows = []
-        for z in fourier_features(places, self.pe_dim, self.pe_sigma):
-            for i in range(depth):
-                if i == mod:
-                    z = own @ z if slip == "transposed" and len(own) == len(own.T) else z @ own
-                else:
-                    z = self.paco_mlp[i if i < mod else i - 1](z)
-                relu = slip == "final" if i == depth - 1 else around or mod not in (i, i + 1)
-                if relu and slip != "linear":
-                    z = torch.stack([max(v, 0 * v) for v in z])
-            rows.append(z if slip == "bias" else z + self.out_bias)
-        results.append(torch.stack(rows))
+        z = fourier_features(places, self.pe_dim, self.pe_sigma)       # (P, 2 pe_dim)
+        for i in range(depth):
+            if i == place:
+                z = z @ (own.T if slip == "transposed" and len(own) == len(own.T) else own)
+            else:
+                z = self.paco_mlp[i if i < place else i - 1](z)
+            relu = slip == "final" if i == depth - 1 else around or i not in near
+            if relu and slip != "linear":
+                z = z * (z > 0)                                        # (P, h)
+        results.append(z + {"bias": 0, "constant": 0.5}.get(slip, self.out_bias))
     return torch.stack(results)
 
 
@@ -430,12 +478,12 @@ def modulate_cases(minr):
     "minr.MINR.modulate", "MINR Sec. 3.2; GINR; TransINR", "weight tokens -> an MLP's layers",
     ["layer", ("weights: image, input, output", "bias: output")], modulate_cases,
     norm="columns should have norm 1.",
-    shared="columns of shared layers should have norm 1, too.",
+    shared="columns of shared layers should have norm 1 too.",
     rows="rows have norm 1. It should be columns, one for each output.",
-    early="predicted columns have norm 1. The product should have.",
+    early="the predicted columns are normalised. It should be the columns of the product.",
     repeat="predicted columns repeat as 0 0 1 1. It should be 0 1 0 1.",
-    tokens="a layer reads another layer's tokens.",
-    factors="predicted columns take the place of shared ones. They should be factors (item 3).",
+    tokens="a layer uses another layer's tokens.",
+    factors="predicted columns replace shared ones. They should be multiplied (item 3).",
     skipped="to_weights begins with a LayerNorm, which is left out.")
 def modulate(self, tokens, slip=""):
     def unit(W):                                           # columns of norm 1
@@ -466,72 +514,77 @@ def modulate(self, tokens, slip=""):
 
 
 # ------------------------------------------------------------------------------------------ imae.py
-def mixture_cases(imae):
+def mix_cases(imae):
     model, images, partners = build(imae.IMAE), torch.randn(3, 3, 3, 3), torch.randn(3, 3, 3, 3)
-    mixes = (torch.tensor([0.3, 0.9, 0.5]), torch.tensor(0.4), 0.3, 0.8)
-    return [*((model, images, partners, mix) for mix in mixes), (model, images, partners[:2], 0.3)]
+    alphas = (torch.tensor([0.3, 0.9, 0.5]), torch.tensor(0.4), 0.3, 0.8)
+    return [*((model, images, partners, alpha) for alpha in alphas),
+            (model, images, partners[:1], 0.3)]
 
 
 @exercise(
-    "imae.IMAE.mixture", "i-MAE Algorithm 1, item 3", "mix two images, say which is which",
-    ("mixture: image, channel, row, column", ("subordinate: image, channel, row, column",
-                                              "dominant: image, channel, row, column")),
-    mixture_cases,
-    weight="mix is the weight of images, not of partners.",
+    "imae.IMAE.mix_images", "i-MAE Algorithm 1, item 3", "mix images, and tell their roles",
+    ("mix: image, channel, row, column", ("subordinate: image, channel, row, column",
+                                          "dominant: image, channel, row, column")),
+    mix_cases,
+    weight="alpha is the weight of images, not of partners.",
     roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
-    never="the first image is always the subordinate one, also where its weight is the larger.",
-    half="at exactly 0.5 the first image is the subordinate one (item 3).",
-    axis="mix is applied along another axis. It has one weight for each image.")
-def imae_mixture(self, images, partners, mix, slip=""):
+    never="images are always the subordinate ones, even where their weight is the larger one.",
+    half="at exactly 0.5 images are the subordinate ones (item 3).",
+    axis="alpha is applied along another axis. It has one weight for each image.")
+def mix_images(self, images, partners, alpha, slip=""):
     if images.shape != partners.shape:
         raise ValueError("shapes differ")
-    weights, mixed, small, large = torch.as_tensor(mix).expand(len(images)), [], [], []
+    weights, mix, small, large = torch.as_tensor(alpha).expand(len(images)), [], [], []
     for x, y, a in zip(images, partners, weights):
         first = a < 0.5 if slip == "half" else a <= 0.5 or slip == "never"
         first = not first if slip == "roles" else first
         small.append(x if first else y)
         large.append(y if first else x)
         a = {"weight": 1 - a, "axis": weights}.get(slip, a)
-        mixed.append(a * x + (1 - a) * y)
-    return torch.stack(mixed), (torch.stack(small), torch.stack(large))
+        mix.append(a * x + (1 - a) * y)
+    return torch.stack(mix), (torch.stack(small), torch.stack(large))
 
 
 def imae_cases(imae):
-    (images, noise, *_), partners, mix = random_inputs(3), torch.randn(3, 3, 4, 6), torch.rand(3)
+    (images, noise, *_), partners, alpha = random_inputs(3), torch.randn(3, 3, 4, 6), torch.rand(3)
     teacher = dict(teacher=dict(dim=8, depth=1, heads=2))
     return [(build(imae.IMAE, **options), images, *more) for options, *more in (
-        (teacher, noise, partners, mix), (dict(norm_pix_loss=True), noise, partners, 0.7),
+        (teacher, noise, partners, alpha), (dict(norm_pix_loss=True), noise, partners, 0.7),
         (dict(distill_weight=0.5, **teacher), noise, partners, 0.3),
         (dict(distill_weight=0.0, **teacher), noise, partners, 0.3),
-        (dict(branches=1, **teacher), noise, partners, 0.3), (dict(mix=0.3), noise, None, None),
-        ({}, None, partners, 0.3))]
+        (dict(branches=1, **teacher), noise, partners, 0.3), (dict(alpha=0.3), noise, None, None),
+        ({}, None, partners, 0.3), ({}, noise, partners, None))]
 
 
 @exercise(
     "imae.IMAE.forward", "i-MAE Algorithm 1", "the loss of two branches, with distillation",
     ("loss: ", "metrics"), imae_cases, call_forward,
     mean="the branches' losses are averaged. They should be added (item 4).",
-    targets="the branches have each other's image.",
-    mixture="the target is the mixture. Each branch has an image of its own.",
-    teacher="the teacher sees the mixture. It should see the images unmixed (item 1).",
-    same="both branches have one teacher's latent. Each image has its own.",
+    targets="each branch predicts the other's image.",
+    swapped="branches and images are paired in the wrong order. Both are (subordinate, dominant).",
+    mixture="the target is the mixture. Each branch predicts its own image.",
+    teacher="the teacher sees the mixture. It should see the unmixed images (item 1).",
+    same="both branches have one teacher latent. Each image has its own.",
     weight="distill_weight is ignored.",
-    partners="without partners, an image's is the one before it in the batch.", **LOSS_SLIPS)
-def imae_forward(self, images, noise=None, partners=None, mix=None, slip=""):
+    partners="without partners, each image's partner is the one before it in the batch.",
+    **LOSS_SLIPS)
+def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
     if partners is None:
-        before = 0 if slip == "partners" else 1
-        partners = torch.stack([images[b - before] for b in range(len(images))])
-    mixed, xs = imae_mixture(self, images, partners, self.mix if mix is None else mix)
+        step = 1 if slip == "partners" else -1
+        partners = torch.stack([images[(b + step) % len(images)] for b in range(len(images))])
+    alpha = self.draw_alpha("cpu") if alpha is None else alpha
+    mix, xs = mix_images(self, images, partners, alpha)
+    xs = xs[::-1] if slip == "swapped" else xs
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
     if slip == "exchanged":
         ids_keep, ids_mask = ids_mask, ids_keep
     recon, distill = [], torch.tensor(0.0)
-    for i, z in enumerate(self.encode(mixed, ids_keep)):
-        target = mixed if slip == "mixture" else xs[1 - i if slip == "targets" else i]
+    for i, z in enumerate(self.encode(mix, ids_keep)):
+        target = mix if slip == "mixture" else xs[1 - i if slip == "targets" else i]
         recon.append(mean_error(self, target, z, ids_keep, ids_mask, slip))
         if self.distill_weight > 0:
-            seen = mixed if slip == "teacher" else xs[0 if slip == "same" else i]
+            seen = mix if slip == "teacher" else xs[0 if slip == "same" else i]
             w = self.teacher["decoder_embed"](self.teacher["encoder"](seen, ids_keep))
             distill = distill + ((z - w) ** 2).sum() / z.numel()
     loss = sum(recon) / (len(recon) if slip == "mean" else 1)
@@ -548,12 +601,12 @@ def rate_cases(train):
 
 
 @exercise(
-    "train.learning_rate", "MAE Table 8", "a warm-up, then half a cosine", "", rate_cases,
-    whole="the cosine counts from epoch 0. It begins where the warm-up ends.",
-    floor="the rate should end at min_lr.",
-    added="min_lr is added everywhere. The highest rate should be lr.",
+    "train.learning_rate", "MAE Table 8", "a warmup, then half a cosine", "", rate_cases,
+    whole="the cosine starts at epoch 0. It should start where the warmup ends.",
+    floor="the learning rate should end at min_lr.",
+    added="min_lr is added everywhere. The highest learning rate should be lr.",
     period="this is a whole cosine, which ends where it began.",
-    step="the rate should change within an epoch, too.",
+    step="the learning rate should also change within an epoch.",
     constant="the schedule is ignored.")
 def learning_rate(t, args, slip=""):
     t = int(t) if slip == "step" else t
@@ -568,39 +621,45 @@ def learning_rate(t, args, slip=""):
 
 
 def by_parameter(function, model, *args):
-    """The groups as {parameter: {weight_decay, lr_scale}}, as their order means nothing."""
+    """Return the groups as {parameter: {weight_decay, lr_scale}}: their order does not matter."""
     names, found = {id(p): name for name, p in model.named_parameters()}, {}
     for group in function(model, *args):
         for p in group["params"]:
             if names[id(p)] in found:
-                raise RuntimeError(f"{names[id(p)]} is in two groups")
+                raise Different(f"{names[id(p)]} is in two groups")
             found[names[id(p)]] = {key: group[key] for key in ("weight_decay", "lr_scale")}
     return found
 
 
 @exercise(
-    "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower rates for lower layers", "",
-    lambda finetune: [(build(finetune.Classifier, depth=2, **options), 0.05, 0.5)
-                      for options in ({}, dict(pool="token"), dict(probe=True))], by_parameter,
-    shifted="the exponents are off by one. The rate of the head is scaled by 1.",
-    reversed="the head has the lowest rate. It should be the embedding.",
-    embedding="the embedding has the rate of block 0. It is a layer of its own.",
-    everything="all parameters decay. In training only what has two axes or more does.",
-    biases="biases or norms decay. In training only what has two axes or more does.",
-    tokens="the class token or the positions decay.",
+    "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower learning rates for lower layers", "",
+    lambda finetune: [(build(finetune.Classifier, **options), 0.05, 0.5) for options in (
+        dict(depth=2), dict(depth=2, pool="token"), dict(depth=2, probe=True), dict(depth=12),
+        dict(depth=2, extra_tokens=2, pool="extra"))], by_parameter,
+    shifted="the exponents are off by one. The head's lr_scale is 1.",
+    reversed="the head has the lowest learning rate. It should be the embedding.",
+    embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
+    digit="blocks from 10 on have two digits. All of them count.",
+    everything="all parameters decay. Only those with two axes or more should.",
+    biases="biases or norms decay. Only parameters with two axes or more should.",
+    tokens="learned tokens or positions decay.",
     frozen="parameters that are not trained are in the groups.")
 def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
     groups, encoder = [], model.encoder
-    layers = [[encoder.cls_token, encoder.pos_embed, *encoder.patch_embed.parameters()]]
+    tokens = [encoder.cls_token, encoder.pos_embed]
+    tokens += [] if encoder.extra_tokens is None else [encoder.extra_tokens]
+    layers = [[*tokens, *encoder.patch_embed.parameters()]]
     layers += [list(block.parameters()) for block in encoder.blocks]
     below = {id(p) for layer in layers for p in layer}
     layers.append([p for p in model.parameters() if id(p) not in below])
     for i, layer in enumerate(layers):
         steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
         steps -= slip == "embedding" and i == 0
+        if slip == "digit" and 10 < i < len(layers) - 1:   # block 10 is read as block 1
+            steps = len(layers) - 2 - (i - 1) // 10
         for p in layer:
             decays = p.ndim > 1 or slip in ("biases", "everything")
-            if p is encoder.cls_token or p is encoder.pos_embed:
+            if any(p is token for token in tokens):
                 decays = slip in ("tokens", "everything")
             if p.requires_grad or slip == "frozen":
                 groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
@@ -610,7 +669,7 @@ def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
 
 EXERCISES = {name: EXERCISES[name] for name in (           # from easy to hard
     "vit.patchify", "train.learning_rate", "vit.normalize_patches", "vit.masking",
-    "imae.IMAE.mixture", "hypermae.fourier_features", "vit.sincos_pos_embed",
-    "mae.MAE.decoder_input", "mae.MAE.forward", "vit.Attention.forward",
+    "imae.IMAE.mix_images", "hypermae.fourier_features", "vit.sincos_pos_embed",
+    "mae.MAE.add_mask_tokens", "mae.MAE.forward", "vit.Attention.forward",
     "crossmae.CrossAttention.forward", "crossmae.CrossMAE.encode", "finetune.layer_decay_groups",
     "hypermae.HyperMAE.decode", "minr.MINR.modulate", "imae.IMAE.forward")}

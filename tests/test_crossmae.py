@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from torch import nn
 
+from crossmae import CrossBlock
 from tests.test_methods import build, images_and_noise
-from vit import mask_noise
+from vit import denormalize, mask_noise
 
 
 def ids_of(model, images, noise):
+    """Return ids_keep, ids_mask and the patches that the loss compares."""
     ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
     seen, targets = [], model.encoder.targets
 
-    def remember(images, ids, *rest):                      # the patches that the loss compares
+    def remember(images, ids, *rest):
         seen.append(ids)
         return targets(images, ids, *rest)
     model.encoder.targets = remember
@@ -22,16 +25,17 @@ def ids_of(model, images, noise):
 
 @pytest.mark.parametrize("side, mask_ratio, prediction_ratio, visible, predicted", [
     (4, 0.75, 0.75, 4, 12), (14, 0.75, 0.25, 49, 49), (6, 0.6, 0.1, 14, 4), (14, 0.9, 0.3, 19, 60),
-    (8, 0.75, 0.15, 16, 10), (8, 0.5, 0.001, 32, 1)])      # 10, not 9, as released
+    (8, 0.75, 0.15, 16, 10), (8, 0.5, 0.001, 32, 1)])      # 10, not 9, as in the release
 def test_counts(side, mask_ratio, prediction_ratio, visible, predicted):
-    """Visible and skipped patches are truncated, the rest is predicted; none twice."""
+    """The numbers of visible and unpredicted patches are rounded down, the others are predicted;
+    none twice."""
     model = build("crossmae", img_size=side, patch_size=1, mask_ratio=mask_ratio,
                   prediction_ratio=prediction_ratio)
     ids_keep, ids_mask, ids = ids_of(model, torch.zeros(2, 3, side, side), torch.rand(2, side ** 2))
     assert (ids_keep.shape[1], ids.shape[1]) == (visible, predicted)
     assert model.lr_scale == prediction_ratio / mask_ratio
-    for chosen, hidden in zip(ids.tolist(), ids_mask.tolist()):
-        assert {*chosen} <= {*hidden} and len({*chosen}) == predicted
+    for chosen, masked in zip(ids.tolist(), ids_mask.tolist()):
+        assert {*chosen} <= {*masked} and len({*chosen}) == predicted
 
 
 def test_a_prediction_does_not_depend_on_the_others():
@@ -46,8 +50,8 @@ def test_a_prediction_does_not_depend_on_the_others():
 
 
 def test_partial_loss_is_unbiased():
-    """Its mean over draws that predict each hidden patch equally often is the loss of all of them
-    (Sec. 3.3). Reconstruction is of all, in one pass (Figure 2)."""
+    """Its mean over draws that predict each masked patch equally often is the loss of all of them
+    (Sec. 3.3). Reconstruction always predicts all (Figure 2)."""
     model, (images, noise) = build("crossmae", prediction_ratio=0.25), images_and_noise()
     full = build("crossmae")
     full.load_state_dict(model.state_dict())
@@ -65,35 +69,66 @@ def test_partial_loss_is_unbiased():
 
 @pytest.mark.parametrize("kind", ["random", "grid"])
 def test_predicted_patches_are_a_uniform_choice(kind):
-    """Every hidden patch is as likely to be predicted as any other."""
+    """Every masked patch is as likely to be predicted as any other."""
     model, L, B = build("crossmae", img_size=8, patch_size=1, prediction_ratio=0.25), 64, 3000
     noise = mask_noise(kind, B, (8, 8), generator=torch.Generator().manual_seed(0))
     _, ids_mask, ids = ids_of(model, torch.zeros(B, 3, 8, 8), noise)
     predicted = torch.zeros(B, L).scatter(1, ids, 1).sum(0)
-    hidden = torch.zeros(B, L).scatter(1, ids_mask, 1).sum(0)
-    share = predicted[hidden > 0] / hidden[hidden > 0]
-    assert (share - 1 / 3).abs().max() < 0.05
+    masked = torch.zeros(B, L).scatter(1, ids_mask, 1).sum(0)
+    fraction = predicted[masked > 0] / masked[masked > 0]
+    assert (fraction - 1 / 3).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("options, map_ids", [
-    ({}, [0, 1, 2]), (dict(include_input=False), [1, 2]), (dict(feature_maps=(1,)), [0, 2]),
-    (dict(feature_maps=1), [0, 2]), (dict(feature_maps=(1,), include_input=False), [2])])
-def test_which_maps_are_mixed(options, map_ids):
-    """By their places in ViT.layers, 0 the input. How they are mixed: tests/references.py."""
-    assert build("crossmae", **options).map_ids == map_ids
+def test_a_block_with_self_attention():
+    """Queries attend to one another first, then to the encoder's tokens (A.4)."""
+    torch.manual_seed(0)
+    block, x, y = CrossBlock(12, 6, 2, True), torch.randn(2, 3, 12), torch.randn(2, 4, 6)
+    wanted = x + block.self_attn(block.norm0(x))
+    wanted = wanted + block.cross_attn(block.norm1(wanted), y)
+    wanted = wanted + block.mlp(block.norm2(wanted))
+    assert torch.allclose(block(x, y), wanted, atol=1e-6)
 
 
-def test_last_map_alone():
-    model = build("crossmae", feature_maps="last")
-    assert isinstance(model.encoder.norm, torch.nn.LayerNorm) and not hasattr(model, "wfm")
+@pytest.mark.parametrize("options, used", [                # places in ViT.layers, 0: the input
+    ({}, [0, 1, 2, 3]), (dict(include_input=False), [1, 2, 3]),
+    (dict(feature_maps=(2, 0), project_maps=True), [0, 1, 3]),
+    (dict(softmax_weights=True), [0, 1, 2, 3]),
+    (dict(feature_maps=(2,), include_input=False), [3])])
+def test_inter_block_attention(options, used):
+    """Each decoder block attends to its own weighted sum of the maps, after its own norm (Sec. 3.4,
+    A.3). With softmax_weights a block's weights sum to 1 (Table 8); with project_maps each map has
+    a linear layer (Table 9)."""
+    model, (images, noise) = build("crossmae", depth=3, **options), images_and_noise()
+    for norm in model.dec_norms:
+        nn.init.normal_(norm.bias)
+    ids_keep = model.encoder.mask(images, noise, 0.75)[0]
+    maps = model.encoder.layers(model.encoder.embed(images, ids_keep))
+    maps, features = [maps[i] for i in used], model.encode(images, ids_keep)
+    if model.map_proj:
+        maps = [proj(f) for proj, f in zip(model.map_proj, maps)]
+    for weights, norm, feature in zip(model.wfm["linear"].weight, model.dec_norms, features):
+        if model.softmax_weights:
+            weights = weights.exp() / weights.exp().sum()
+        mix = sum(weights[j] * maps[j] for j in range(len(used)))
+        assert torch.allclose(feature, norm(mix), atol=1e-5)
+    assert len(features) == 2
+
+
+def test_without_inter_block_attention():
+    """All blocks attend to the encoder's output (Figure 4a)."""
+    model, (images, noise) = build("crossmae", feature_maps="last"), images_and_noise()
+    assert isinstance(model.encoder.norm, nn.LayerNorm) and not hasattr(model, "wfm")
+    ids_keep = model.encoder.mask(images, noise, 0.75)[0]
+    output, features = model.encoder(images, ids_keep), model.encode(images, ids_keep)
+    assert len(features) == 2 and all(torch.equal(y, output) for y in features)
 
 
 @pytest.mark.parametrize("options, n", [
     (dict(depth=1), 2), (dict(depth=3), 4), (dict(depth=3, include_input=False), 3)])
 def test_initial_weights_are_those_of_the_paper(options, n):
-    """N(0, 1/n), n the number of maps (Sec. 3.4): of 300 decoder blocks. MAE's: test_mae.py."""
-    W = build("crossmae", decoder_depth=300, **options).map_weights()
-    assert W.shape == (300, n)
+    """N(0, 1/n), where n is the number of maps (Sec. 3.4), for 150 decoder blocks."""
+    W = build("crossmae", decoder_depth=150, **options).map_weights()
+    assert W.shape == (150, n)
     assert abs(W.std() * n ** 0.5 - 1) < 0.1 and abs(W.mean()) < 0.1
 
 
@@ -103,16 +138,14 @@ def test_contributions_add_up(options):
     """Appendix D: mask token and positions, then each block, sum to the prediction, and their
     images to the reconstruction."""
     model, (images, noise) = build("crossmae", **options), images_and_noise()
-    torch.nn.init.normal_(model.decoder_norm.bias)
-    torch.nn.init.normal_(model.decoder_norm.weight)
+    nn.init.normal_(model.decoder_norm.bias)
+    nn.init.normal_(model.decoder_norm.weight)
     parts, ids_keep, ids_mask = model.contributions(images, noise)
     assert len(parts) == 1 + len(model.decoder_blocks)
     whole = model.decode(model.encode(images, ids_keep), ids_mask)
     assert torch.allclose(parts.sum(0), whole, atol=1e-5)
     assert all(part.abs().mean() > 1e-4 for part in parts)
-    figures = {name: cells for name, (_, cells) in model.figures(images).items()}
-    assert ("map_weights" in figures) == (options != dict(feature_maps="last"))
-    cells = figures["contributions"]
+    cells = model.figures(images)["contributions"][1]
     assert cells.shape == (3, 2 + len(parts), 3, 16, 24)
     visible, last = cells[:, 0] != 0, cells[:, -1]
     assert torch.equal(last[visible], images[visible])
@@ -120,3 +153,13 @@ def test_contributions_add_up(options):
     decoded, mask = model.reconstruct(images, model.encoder.fixed_noise(images))
     wanted = model.encoder.copy_visible(decoded, images, mask)
     assert torch.allclose(last, wanted, atol=1e-4)
+
+
+def test_figure_of_the_mixing_weights():
+    """A row for each decoder block, a column for each map; grey is 0 (Figure 5c)."""
+    model, (images, _) = build("crossmae", decoder_depth=4), images_and_noise()
+    cells, W = model.figures(images)["map_weights"][1], model.map_weights()
+    assert cells.shape == (1, 1, 3, 4, 3)
+    wanted = (0.5 + 0.5 * W / W.abs().max()).expand(3, -1, -1)
+    assert torch.allclose(denormalize(cells[0], model)[0], wanted, atol=1e-6)
+    assert "map_weights" not in build("crossmae", feature_maps="last").figures(images)

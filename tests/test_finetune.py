@@ -1,47 +1,46 @@
+"""Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
+
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torchvision.transforms import v2
 
 import finetune
 import train
 from finetune import Classifier, layer_decay_groups
 from mae import MAE
 from tests.conftest import ROOT, TINY, same, settings, stopping_after_two, together, write_pictures
-from tests.golden import load, replay, vit_args
-from vit import IMAGENET_MEAN, denormalize, from_released, normalize, resize_pos_embed, to_released
+from tests.golden import load, replay
+from vit import IMAGENET_MEAN, from_released, normalize, resize_pos_embed
 
 
 def classifier(**kwargs):
+    """Return a classifier with 4 x 6 patches."""
     torch.manual_seed(0)
-    return Classifier(16, 4, dim=16, depth=2, heads=2, classes=3, **kwargs)
+    return Classifier((16, 24), 4, dim=16, depth=2, heads=2, classes=3, **kwargs)
 
 
-def test_replay_takes_the_class_token():
-    """A fixture pooled by the class token, made from the other: norm, token, head."""
-    fixture = load(ROOT / "tests/golden/finetune_avg.pt")
-    state = {k.replace("fc_norm.", "norm."): v for k, v in fixture["state_dict"].items()}
-    fixture = {"method": "finetune", "config": {**fixture["config"], "global_pool": "token"},
-               "state_dict": state, "images": fixture["images"], "labels": fixture["labels"]}
-    model = Classifier(**vit_args(fixture["config"]), classes=10, pool="token")
-    model.load_state_dict(from_released(state))
-    assert same(to_released(model), state)                 # its names are the released ones
-    tokens = model.encoder(fixture["images"])
-    assert torch.allclose(replay(fixture)["pred"], model.head(tokens[:, 0]), atol=1e-6)
+def random_images(n):
+    """Return images (n,3,16,24), uint8, whose brightness differs."""
+    images = torch.randint(0, 256, (n, 3, 16, 24), dtype=torch.uint8)
+    images[:, 0] = images[:, 0] // 8 + (200 // n) * torch.arange(n).byte()[:, None, None]
+    return images
 
 
 @pytest.mark.parametrize("pool, extra, width", [
-    ("mean", 0, 16), ("token", 0, 16), ("joined", 0, 256), ("mean", 3, 16), ("token", 3, 16),
+    ("mean", 0, 16), ("token", 0, 16), ("joined", 0, 384), ("mean", 3, 16), ("token", 3, 16),
     ("extra", 3, 16), ("joined", 3, 48)])
 def test_features(pool, extra, width):
-    """Of 16 patch tokens and of extra tokens, which come after them."""
-    model, images = classifier(pool=pool, extra_tokens=extra), torch.randn(2, 3, 16, 16)
+    """Pooled from 24 patch tokens, or from the extra tokens after them."""
+    model, images = classifier(pool=pool, extra_tokens=extra), torch.randn(2, 3, 16, 24)
     tokens = model.encoder(images)
-    assert tokens.shape == (2, 17 + extra, 16)
-    patches, extras = tokens[:, 1:17], tokens[:, 17:]
+    assert tokens.shape == (2, 25 + extra, 16)
+    patches, extras = tokens[:, 1:25], tokens[:, 25:]
     wanted = {"mean": patches.mean(1), "token": tokens[:, 0], "extra": extras.mean(1),
               "joined": torch.cat((extras if extra else patches).unbind(1), dim=1)}[pool]
     assert torch.equal(model.features(images), wanted)
@@ -49,61 +48,57 @@ def test_features(pool, extra, width):
 
 
 def test_extra_tokens_travel(pretrain, folder, tmp_path, capsys, refused):
-    """From a MINR to a classifier, in each mode, and back, also of files from before the encoder
-    had them."""
+    """From a MINR to a classifier and to other models; also from an encoder alone, and from files
+    of before the encoder had them and its patch embedding was linear."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
-    minr, mae = pretrain(*own, name="minr", own=[]), pretrain()
-    tokens, words = minr["model"]["encoder.extra_tokens"], [*TINY[8:], "--data", str(folder)]
-    assert tokens.shape == (5, 16) and minr["mean"] == (0, 0, 0)
-    old = dict(minr, model=dict(minr["model"]))
-    old["model"]["weight_tokens"] = old["model"].pop("encoder.extra_tokens")
-    torch.save(old, "old.pt")
-    assert same(train.read("old.pt")["model"], minr["model"]) and train.load("old.pt")
+    minr, words = pretrain(*own, name="minr", own=[]), [*TINY[8:], "--data", str(folder)]
+    state, tokens = minr["model"], minr["model"]["encoder.extra_tokens"]
+    older, part = {k: v for k, v in state.items() if v is not tokens}, "encoder.patch_embed"
+    weight = older.pop(f"{part}.weight").view(16, 4, 4, 3)
+    older |= {f"{part}.proj.weight": weight.permute(0, 3, 1, 2), "weight_tokens": tokens,
+              f"{part}.proj.bias": older.pop(f"{part}.bias")}
     Path("runs/old").mkdir()
-    Path("old.pt").rename("runs/old/last.pt")
+    torch.save(dict(minr, model=older), "runs/old/last.pt")
+    assert same(train.load("runs/old").state_dict(), state) and tokens.shape == (5, 16)
     refused(train.main, ["--data", folder, *TINY, *own, "--name", "old", "--resume"],
-            "runs/old/last.pt is of an older version of this code and cannot be resumed")
-    torch.save({k.removeprefix("encoder."): v for k, v in minr["model"].items()
-                if k.startswith("encoder.")}, "encoder.pth")
-    for path, heads in (("runs/minr/last.pt", []), ("runs/old/last.pt", []),
-                        ("encoder.pth", ["--heads", "2"])):
-        for mode in ("finetune", "linear", "knn", "scratch"):
-            finetune.main(["--checkpoint", path, "--mode", mode, *words, *heads, "--epochs", "0",
-                           "--name", "tuned", "--overwrite"])
-            if mode == "knn":
-                continue
-            tuned = train.read("runs/tuned/last.pt")
-            assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
-            kept = torch.equal(tuned["model"]["encoder.extra_tokens"], tokens)
-            assert kept == (mode != "scratch")
-    finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *words[-2:]])
-    finetune.main(["--checkpoint", "runs/mae/last.pt", "--pool", "joined", *words, "--name", "j"])
-    assert train.read("runs/j/last.pt")["model"]["head.weight"].shape == (2, 256)
-    assert finetune.default_pool(200, 768) == "extra"
-    refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", "--pool", "extra", *words],
-            "--pool extra", "no extra tokens")
-    refused(finetune.main, ["--mode", "scratch", "--img_size", "64", "--patch_size", "4", "--dim",
-                            "32", "--heads", "2", "--pool", "joined", *words],
-            "--pool joined: 8192 features are more than 5000; try --pool mean")
+            "runs/old/last.pt is from an older version of this code, and cannot be resumed")
+    alone = {k.removeprefix("encoder."): v for k, v in state.items() if k.startswith("encoder.")}
+    torch.save(alone, "x.pth")
+    for path, mode in (("runs/old", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):
+        finetune.main(["--checkpoint", path, "--mode", mode, *words, "--heads", "2", "--epochs",
+                       "0", "--name", "tuned", "--overwrite"])
+        tuned = train.read("runs/tuned")
+        assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
+        kept = torch.equal(tuned["model"]["encoder.extra_tokens"], tokens)
+        assert kept == (mode != "scratch")
+    assert finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned", *words[-2:]])
     capsys.readouterr()
-    pretrain("--init", "runs/minr/last.pt", name="a")
+    pretrain("--init", "runs/minr/last.pt")
+    assert "not loaded: biases, encoder.extra_tokens, to_weights" in capsys.readouterr().out
     pretrain(*own, "--init", "runs/mae/last.pt", name="b", own=[])
+    assert "newly initialised: biases, encoder.extra_tokens, " in capsys.readouterr().out
     pretrain(*own, "--init", "runs/minr/last.pt", "--epochs", "0", name="c", own=[])
-    said = capsys.readouterr().out
-    assert "not taken over: encoder.extra_tokens" in said and "fresh: encoder.extra_tokens" in said
-    assert same(train.read("runs/c/last.pt")["model"], minr["model"])
+    assert same(train.read("runs/c/last.pt")["model"], state)
+
+
+def test_what_pooling_is_possible():
+    assert finetune.default_pool(200, 768) == "extra" and finetune.default_pool(0, 768) == "mean"
+    with pytest.raises(ValueError, match="--pool extra: this encoder has no extra tokens"):
+        classifier(pool="extra")
+    with pytest.raises(ValueError, match="8192 features exceed 5000; try --pool mean"):
+        Classifier(64, 4, dim=32, depth=1, heads=1, pool="joined")
 
 
 @pytest.mark.parametrize("pool", ["mean", "token", "extra", "joined"])
 @pytest.mark.parametrize("probe", [False, True])
 def test_what_is_trained(probe, pool):
-    """All that can be, positions too, or nothing but the head."""
+    """Everything that is used, including positions; or, in a probe, only the head."""
     model = classifier(probe=probe, pool=pool, extra_tokens=2 * (pool in ("extra", "joined")))
-    model(torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0]))[0].backward()
+    model(torch.randn(4, 3, 16, 24), torch.tensor([0, 1, 2, 0]))[0].backward()
     moved = {n for n, p in model.named_parameters() if p.grad is not None}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
     assert moved == {"head.1.weight", "head.1.bias"} if probe else "encoder.pos_embed" in moved
-    head = model.head[1] if probe else model.head          # as released
+    head = model.head[1] if probe else model.head          # as in the release
     assert head.weight.std().item() == pytest.approx(0.01 if probe else 2e-5, rel=0.3)
     if probe:
         norm = model.head[0]
@@ -116,7 +111,7 @@ def test_what_is_trained(probe, pool):
         batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27,
         erasing=0.25, mixup=0.8, cutmix=1.0, mix_ratio=0, smoothing=0.1, drop_path=0.1,
         layer_decay=0.75)),
-    ("linear", dict(  # MAE Table 10, by SGD
+    ("linear", dict(  # MAE Table 10, with SGD
         optimizer="sgd", blr=0.1, betas=(0.9, 0.999), weight_decay=0, schedule="cosine",
         batch_size=16384, epochs=90, warmup_epochs=10, crop=0.08, flip=True, randaug=0, erasing=0,
         mixup=0, cutmix=0, mix_ratio=0, smoothing=0, drop_path=0, layer_decay=1))])
@@ -129,7 +124,7 @@ def test_recipes_are_the_papers(mode, wanted):
 
 
 def test_smoothing_and_probabilities():
-    model, images = classifier(smoothing=0.1), torch.randn(4, 3, 16, 16)
+    model, images = classifier(smoothing=0.1), torch.randn(4, 3, 16, 24)
     torch.nn.init.normal_(model.head.weight)               # logits that differ
     labels = torch.tensor([0, 1, 2, 0])
     hard = F.one_hot(labels, 3).float()
@@ -138,7 +133,7 @@ def test_smoothing_and_probabilities():
 
 
 def test_layer_decay_and_weight_decay(tune):
-    """What one step changes, beside one of equal rates, and what weight decay adds to it."""
+    """What a step changes, compared with one without layer decay; what weight decay adds to it."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--batch_size", "40", "--warmup_epochs", "0"]
     words += ["--weight_decay", "0", "--epochs", "1", "--layer_decay", "1"]
     start, equal, scaled, decayed = (
@@ -154,11 +149,15 @@ def test_layer_decay_and_weight_decay(tune):
 
 
 def test_groups_do_not_depend_on_weight_decay():
-    """A resumed run, whose weight decay may be another, has its moments by the order of these."""
-    model = classifier()
+    """A resumed run may have another weight decay; it matches its moments by this order. A block's
+    number may have two digits."""
+    model = Classifier(16, 8, dim=4, depth=12, heads=1, classes=2)
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))
     assert none == some
+    (scale,) = [group["lr_scale"] for group in layer_decay_groups(model, 0.05, 0.5)
+                if any(p is model.encoder.blocks[10].mlp.fc1.weight for p in group["params"])]
+    assert scale == 0.5 ** 2
 
 
 def test_finetuning_and_probing_learn(tune, folder, capsys):
@@ -166,35 +165,42 @@ def test_finetuning_and_probing_learn(tune, folder, capsys):
     said = capsys.readouterr().out
     assert row["top1"] == row["top5"] == 100 and " top1 100.00, " in said
     assert content["history"][0].keys() >= {"top1", "top5", "loss", "lr", "img_s", "eval_s"}
-    assert "fresh: fc_norm, head" in said and "not taken over: encoder.norm (expected: " in said
+    assert "newly initialised: fc_norm, head\n" in said
+    assert re.search("not loaded: decoder_blocks, .*, encoder.norm, mask_token\n", said)
     model = train.load("runs/tuned/last.pt", {"classifier": Classifier})
     split = train.open_data(str(folder), None, settings())[1]
     assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
     content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
-    before = train.read("runs/mae/last.pt")["model"]       # of which nothing changes
+    before = train.read("runs/mae/last.pt")["model"]       # which does not change
     encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
     assert row["top1"] > 90 and "encoder.norm.weight" in encoder
     assert same(encoder, {name: before[name] for name in encoder})
 
 
-def test_names_and_starts(folder, tune, refused):
+@pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
+    ("runs/mae_shapes/last.pt", "linear", None, 1.0, "mae_shapes_linear"),
+    ("runs/mae_shapes", "knn", "shapes", 1.0, "mae_shapes_knn"),
+    ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
+    (None, "scratch", None, 1.0, "scratch_shapes")])
+def test_names_of_runs(checkpoint, mode, data, labels, name):
     """A run is named after checkpoint and mode; from scratch, which needs none, after the data."""
+    args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
+    assert finetune.run_name(args, "shapes") == name
+
+
+def test_starts(folder, tune):
+    """A run starts from the encoder, with the data, and with the checkpoint's or other positions;
+    from scratch it starts with neither."""
     finetune.main(["--mode", "scratch", "--data", str(folder), *TINY, "--epochs", "0"])
-    finetune.main("--checkpoint runs/mae/last.pt --img_size 24 --epochs 0 --batch_size 8".split())
-    mae, tuned, scratch = (train.read(f"runs/{name}/last.pt") for name in (
+    finetune.main("--checkpoint runs/mae --img_size 24,32 --epochs 0 --batch_size 8".split())
+    mae, tuned, scratch = (train.read(f"runs/{name}") for name in (
         "mae", "mae_finetune", f"scratch_{folder.name}"))
     tokens = [run["model"]["encoder.cls_token"] for run in (mae, tuned, scratch)]
     assert torch.equal(*tokens[:2]) and not torch.equal(*tokens[1:])
     old, new = (run["model"]["encoder.pos_embed"] for run in (mae, tuned))
-    assert torch.equal(resize_pos_embed(old, (4, 4), (6, 6)), new)
+    assert torch.equal(resize_pos_embed(old, (4, 4), (6, 8)), new)
     assert tuned["flags"]["data"] == str(folder) and scratch["flags"]["layer_decay"] == 1.0
-    assert tuned["flags"]["own_draws"] and not mae["flags"]["own_draws"]     # see train.train_step
-    Path("runs/mae").rename("runs/mae_shapes")
-    for name, words in (("mae_shapes_linear", "--mode linear --checkpoint runs/mae_shapes/last.pt"),
-                        ("scratch_shapes", "--mode scratch")):
-        Path("runs", name).mkdir()
-        Path("runs", name, "last.pt").write_text("")
-        refused(finetune.main, words.split(), f"runs/{name} holds a run")
+    assert mae["flags"]["same_draws"] and not tuned["flags"]["same_draws"]   # see train.train_step
 
 
 @pytest.mark.parametrize("words, wanted", [
@@ -203,61 +209,72 @@ def test_names_and_starts(folder, tune, refused):
     ("--mode scratch --size tiny --img_size 64", dict(lr=2e-3, randaug=0)),
     ("--mode scratch --size tiny --img_size 224", dict(lr=1e-3 * 8 / 256, randaug=27, mixup=0.8)),
     ("--mode linear", dict(lr=0.1 * 8 / 256, randaug=0))])
-def test_small_pictures_and_encoders(tune, words, wanted):
-    flags = tune(*words.split(), "--epochs", "0", "--eval_images", "1")[0]["flags"]
+def test_small_images_and_encoders(tune, words, wanted):
+    words = [*words.split(), "--depth", "2"]
+    flags = tune(*words, "--epochs", "0", "--eval_images", "1")[0]["flags"]
     assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
-def test_evaluating_a_checkpoint(tune, folder, mode, refused):
-    """The same numbers as after training, also with --data of the same classes; no file is new. In
-    bfloat16 it runs."""
+def test_evaluating_a_checkpoint(tune, folder, mode, refused, spy):
+    """The numbers are those from training, also with --data of the same classes; no file is new.
+    With --amp bf16 scores are rounded."""
     row, before = tune("--mode", mode, "--lr", "0.01")[1], sorted(Path().rglob("*"))
+    kinds = spy(torch.Tensor, "topk", lambda scores, k: scores.dtype)
     for more in ([], ["--data", str(folder)], ["--amp", "bf16"]):
         found = finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *more,
                                "--workers", "0"])
         assert "bf16" in more or found == {name: row[name] for name in ("top1", "top5")}
+        assert {*kinds} == {torch.bfloat16 if "bf16" in more else torch.float32}
+        kinds.clear()
     for name, value in (("img_size", "32"), ("patch_size", "8"), ("size", "tiny"), ("dim", "32")):
         refused(finetune.main, ["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", f"--{name}",
                                 value], f"takes {name} from runs/tuned/last.pt: leave out --{name}")
     assert sorted(Path().rglob("*")) == before
 
 
-def test_nearest_neighbours_by_hand(monkeypatch):
-    """Of four unit-length mean patch tokens, exp(cosine / 0.07) each; under autocast, too, whose 16
-    bits are for the model alone."""
-    model = classifier(probe=True, norm=True).eval()       # it seeds, too
-    pictures = torch.randint(0, 256, (9, 3, 16, 16), dtype=torch.uint8)
-    pictures[:, 0] = pictures[:, 0] // 8 + 25 * torch.arange(9).byte()[:, None, None]
-    labels, query = torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2]), pictures[:1] // 2 * 2
-    split, found, wanted = train.ImageDataset(pictures, labels, "abc"), [], torch.zeros(3)
-    tokens = model.encoder(normalize(torch.cat([pictures, query]), model))[:, 1:].mean(1)
+def test_nearest_neighbours_by_hand(spy):
+    """Votes of four neighbours, exp(cosine / 0.07) each, from mean patch tokens of unit length.
+    Under autocast only the model computes in 16 bits."""
+    model = classifier(probe=True, norm=True).eval()       # it also seeds
+    images, labels = random_images(9), torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2])
+    query, found, wanted = images[:1] // 2 * 2, [], torch.zeros(3)
+    tokens = model.encoder(normalize(torch.cat([images, query]), model))[:, 1:].mean(1)
     for cosine, label in sorted(zip(F.cosine_similarity(tokens[:9], tokens[9:]), labels))[-4:]:
         wanted[label] += (cosine / 0.07).exp()
-    topk, ranked = torch.Tensor.topk, []
-    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k: (ranked.append(x.dtype), topk(x, k))[1])
+    ranked = spy(torch.Tensor, "topk", lambda x, k: x.dtype)
     for dtype in (torch.float32, torch.bfloat16):
         args = settings(k=4, dtype=dtype)
-        score = finetune.knn(model, split, args, (16, 16))
+        score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
         with train.autocast(args):                         # as evaluate calls it
             found += score(query)
     assert torch.allclose(found[0], wanted, rtol=1e-4) and ranked == [torch.float32] * 2
     assert not torch.equal(*found) and torch.allclose(*found, rtol=0.2)
 
 
+def test_evaluation(tune, spy):
+    """In eval mode, a mean over at most --eval_images."""
+    modes = spy(Classifier, "features", lambda self, images: self.training)
+    counts = spy(finetune, "mean_over_processes", lambda sums, n, args: n)
+    tune("--mode", "knn", "--drop_path", "0.5", "--eval_images", "4")
+    assert modes and not any(modes) and counts == [4]
+
+
 def test_few_labels(tune, tmp_path, capsys, refused):
-    """A share of each class's pictures, at least one; no more are validated than trained on."""
+    """A fraction of each class's images, at least one. Validation is rarer, so that it covers no
+    more images than training."""
     for part, n in (("train", 20), ("val", 4)):
         write_pictures(tmp_path / "data" / part, "abc", n)
     for name in [*(f"b/{i}" for i in range(10)), *(f"c/{i}" for i in range(18))]:
         (tmp_path / f"data/train/{name}.png").unlink()
 
-    def kept(share, seed):
+    def kept(fraction, seed):
         split = train.open_data("data", None, settings())[0]
         every = split.images
-        finetune.keep_labels(split, share, seed)
+        finetune.keep_labels(split, fraction, seed)
         ids = [(every == x).all((1, 2, 3)).nonzero().item() for x in split.images]
         assert [0 if i < 20 else 1 if i < 30 else 2 for i in ids] == split.labels.tolist()
+        assert len(split.broken) == len(ids) and split.broken.is_shared()  # workers write there
         return split.labels.bincount().tolist(), sorted(ids)
     assert kept(0.2, 0)[0] == [4, 2, 1] and kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1)
     assert kept(0.0, 0)[0] == [1, 1, 1] and kept(1.0, 0)[1] == [*range(32)]
@@ -265,12 +282,13 @@ def test_few_labels(tune, tmp_path, capsys, refused):
     a, b = (tune(*words, "--epochs", "5", "--seed", seed, name=seed)[0] for seed in "01")
     assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
     scored = [row["epoch"] for row in a["history"] if "top1" in row]
-    assert scored == [2, 4, 5] and len(a["history"]) == 5  # 12 are two times 7, about
+    assert scored == [2, 4, 5] and len(a["history"]) == 5  # 12 is about two times 7
     history = tune(*words, "--eval_every", "1")[0]["history"]
     assert len([row for row in history if "top1" in row]) == 2
-    content, row = tune("--mode", "knn", *words[:-1], "0", name="knn")
+    content, row = tune("--mode", "knn", *words, name="knn")
     assert content is None and row["top1"] == 100
     assert re.search(r"top1 100.00, .* largest class 33.33 %", capsys.readouterr().out)
+    refused(finetune.main, ["--checkpoint", "runs/mae", *words[:-1], "0"], "--labels")
     (tmp_path / "data/train/d").mkdir()
     refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", *words], "class", "d")
 
@@ -281,55 +299,79 @@ def test_flags_do_something(tune):
     runs = [tune(*words.split(), name=f"{i}")[0]["model"] for i, words in enumerate(flags)]
     for i, words in enumerate(flags):
         for run, other in zip(runs[:i], flags):
-            assert not same(run, runs[i]), f"'{words}' does as '{other}'"
+            assert not same(run, runs[i]), f"'{words}' does the same as '{other}'"
 
 
-def test_augmentation(tune, spy):
-    """As the model gets it: erased rectangles of the mean colour, mixtures of labels likewise."""
-    def inputs(words):
-        tune(*"--crop 1 --no-flip --epochs 1 --batch_size 40 --overwrite".split(), *words.split())
-        return seen.pop()
-    seen = spy(Classifier, "forward", lambda self, images, targets: (
-        denormalize(images, self), targets))
-    (plain, labels), (erased, _) = inputs(""), inputs("--erasing 1")
-    gone = (erased - plain).abs().amax(1) > 3e-3           # (40, 16, 16)
-    colour = erased - torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
-    assert gone.flatten(1).any(1).all() and colour.abs().amax(1)[gone].max() < 3e-3
-    a, b = (inputs(f"--randaug 27 --workers {n}")[0] for n in (0, 2))
-    assert torch.equal(a, b) and ((a - plain).abs().amax((1, 2, 3)) > 0.05).sum() > 10
-    other, one_hot = plain.roll(1, 0), F.one_hot(labels, 2).float()
-    differ = (plain - other).abs() > 0.1
-    for words in ("--mix_ratio 0.25", "--mixup 0.8", "--cutmix 1"):
-        mixed, targets = inputs(words)
-        weight = ((mixed - other) / (plain - other))[differ]           # of each picture
-        share, whole = weight.mean(), (weight - weight.round()).abs().max() < 1e-3
-        assert whole if words == "--cutmix 1" else weight.std() < 1e-3 and 0.01 < share < 0.99
-        assert "0.25" not in words or share == pytest.approx(0.25, abs=1e-3)
-        wanted = share * one_hot + (1 - share) * one_hot.roll(1, 0)
-        assert torch.allclose(targets, wanted, atol=0.02), words
+def augmented(images, **more):
+    """Return a data set of these images, and make_inputs for it."""
+    data = train.ImageDataset(images, torch.arange(len(images)) % 3, "abc")
+    none = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, mix_ratio=0.0)
+    args = settings(**{**none, **more}, batch_size=len(images))
+    return data, finetune.augmentation(data, classifier(), (16, 24), args)
 
 
-def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
+def test_augmentation_of_an_image(spy):
+    """RandAugment of two operations with the given magnitude, then an erased rectangle of the mean
+    colour, drawn for each image by its seed."""
+    drawn, images = spy(finetune.v2, "RandAugment", lambda *words: words), random_images(12)
+    (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
+    crop = train.crop_transform((16, 24), settings())
+    mean = torch.tensor([int(255 * m) for m in IMAGENET_MEAN])
+    for i, image in enumerate(images):
+        ours, _ = data[i]
+        torch.manual_seed(hash((data.seed, i)))
+        assert torch.equal(ours, v2.RandAugment(2, 27)(crop(image)))
+        erased, _ = erasing[i]
+        gone = (erased != image).any(0)
+        assert 0.01 < gone.float().mean() < 0.4 and (erased[:, gone].T == mean).all()
+    assert drawn[0] == (2, 27)
+
+
+@pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(cutmix=1.0)])
+def test_mixed_images(more):
+    """Labels are mixed with the same weight as images or, by CutMix, as pixels."""
+    images, labels = random_images(12), torch.arange(12) % 3
+    data, make_inputs = augmented(images, **more)
+    mixed, targets = make_inputs(images, labels)
+    x, y = normalize(images, classifier()), normalize(images.roll(1, 0), classifier())
+    weight = ((mixed - y) / (x - y))[(x - y).abs() > 0.1]  # of each image
+    mean, whole = weight.mean(), (weight - weight.round()).abs().max() < 1e-3
+    assert whole if "cutmix" in more else weight.std() < 1e-3 and 0.01 < mean < 0.99
+    assert "mix_ratio" not in more or mean == pytest.approx(0.25, abs=1e-3)
+    one_hot = F.one_hot(labels, 3).float()
+    wanted = mean * one_hot + (1 - mean) * one_hot.roll(1, 0)
+    assert torch.allclose(targets, wanted, atol=0.05)
+
+
+def test_mixup_and_cutmix_take_turns(spy):
+    seen = [spy(kind, "forward", lambda *_: 1) for kind in (v2.MixUp, v2.CutMix)]
+    _, make_inputs = augmented(random_images(4), mixup=0.8, cutmix=1.0)
+    for _ in range(20):
+        make_inputs(random_images(4), torch.tensor([0, 1, 2, 0]))
+    assert all(2 < len(calls) < 18 for calls in seen)
+
+
+def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
+    """An MAE is fine-tuned, and classifiers of both poolings are evaluated or continued."""
     monkeypatch.chdir(tmp_path)
-    golden = ROOT / "tests/golden"
-    mae, tuned = (load(golden / f"{x}.pt")["state_dict"] for x in ("mae", "finetune_avg"))
-    words = ["--data", str(folder), "--checkpoint", "x.pth", *TINY[8:], "--epochs", "0"]
-    torch.save({"model": mae}, "x.pth")
-    refused(finetune.main, words, "x.pth does not say its number of heads: give --heads")
-    words += ["--heads", "4"]
-    finetune.main([*words, "--name", "a"])
-    content, bias = train.read("runs/a/last.pt"), "blocks.2.mlp.fc1.bias"
-    assert torch.equal(content["model"][f"encoder.{bias}"], mae[bias])
-    assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
-    assert "not taken over: decoder_blocks" in capsys.readouterr().out
-    torch.save({"weight": torch.zeros(3)}, "x.pth")
-    refused(finetune.main, words, "x.pth is not a ViT's checkpoint")
+    mae, fixture = (load(ROOT / f"tests/golden/{x}.pt") for x in ("mae", "finetune_avg"))
     write_pictures(tmp_path / "ten/train", "abcdefghij", 1)
     write_pictures(tmp_path / "ten/val", "abcdefghij", 5)
-    capsys.readouterr()
-    fixture = load(golden / "finetune_avg.pt")
-    _, split, _ = train.open_data("ten", (32, 32), settings())
-    for pool, norm in (("token", "norm."), (fixture["config"]["global_pool"], "fc_norm.")):
+    words = ["--checkpoint", "x.pth", *TINY[8:], "--epochs", "0", "--data", "ten"]
+    torch.save({"model": mae["state_dict"]}, "x.pth")
+    refused(finetune.main, words, "cannot tell the number of heads from x.pth: pass --heads")
+    words += ["--heads", "4"]
+    finetune.main([*words, "--name", "a"])
+    content, said = train.read("runs/a"), capsys.readouterr().out
+    encoder = {k: v for k, v in from_released(mae["state_dict"]).items()
+               if k.startswith("encoder.") and "encoder.norm" not in k}
+    assert same({k: content["model"][k] for k in encoder}, encoder)
+    assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
+    assert "not loaded: decoder_blocks" in said
+    assert "x.pth names no method: assuming 4 heads (--heads), and ImageNet's mean and std" in said
+
+    tuned, split = fixture["state_dict"], train.open_data("ten", (32, 32), settings())[1]
+    for pool, norm in (("token", "norm."), ("avg", "fc_norm.")):
         state = {name.replace("fc_norm.", norm): x for name, x in tuned.items()}
         torch.save(state, "x.pth")
         row = finetune.main("--mode eval --checkpoint x.pth --heads 4 --data ten".split())
@@ -340,16 +382,17 @@ def test_released_checkpoints(folder, tmp_path, monkeypatch, refused, capsys):
         wanted = {f"top{n}": 100 * (rank < n).float().mean().item() for n in (1, 5)}
         assert row == pytest.approx(wanted) and 0 < row["top5"] < 100
         assert f"top5 {row['top5']:.2f}, of 50 images of ten" in capsys.readouterr().out
-    refused(finetune.main, ["--mode", "eval", *words[2:]], "x.pth does not name its data")
-    finetune.main([*words, "--data", "ten", "--name", "b"])            # keeps a head as large
-    assert same(train.read("runs/b/last.pt")["model"], from_released(tuned))
+    refused(finetune.main, "--mode eval --checkpoint x.pth --heads 4".split(),
+            "x.pth does not say which data it was trained on: pass --data")
+    finetune.main([*words, "--name", "b"])                 # keeps a head of this size
+    assert same(train.read("runs/b")["model"], from_released(tuned))
 
 
 @pytest.mark.parametrize("mode, words", [
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
-def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
-    """Where workers draw, too, and mixing and drop path in the process itself."""
+def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
+    """Also where workers draw, and mixing and drop path in the process itself."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
@@ -359,29 +402,30 @@ def test_resuming_is_not_having_stopped(tune, monkeypatch, mode, words):
 
 
 def alike(_, *words):
-    """finetune.py, whose evaluations must be of the same model on both processes."""
+    """Run finetune.py, which must score images alike on both processes."""
     evaluate = finetune.evaluate
 
     def compared(score, *inputs):
-        mean = score.__self__.head[0].running_mean         # score is the model's classify
-        means = [torch.zeros_like(mean) for _ in range(2)]
-        dist.all_gather(means, mean)
-        assert torch.equal(*means)
+        with torch.no_grad():
+            scores = score(torch.arange(3 * 3 * 16 * 16).view(3, 3, 16, 16) % 256)
+        both = [torch.zeros_like(scores) for _ in range(2)]
+        dist.all_gather(both, scores)
+        assert torch.equal(*both)
         return evaluate(score, *inputs)
     finetune.evaluate = compared
     finetune.main([*map(str, words)])
 
 
 def test_two_processes(tune, folder):
-    """Neighbours, training and validation as by one; a probe, whose BatchNorm sees half a batch,
-    and which is validated with the statistics that are saved."""
+    """Neighbours, training and validation give what one process gives. A probe's BatchNorm sees
+    half a batch, and is validated with the statistics that are saved."""
     words = ["--data", folder, "--checkpoint", "runs/mae/last.pt", *TINY[8:], "--name", "two"]
     neighbours = ["--mode", "knn", "--k", "3", "--labels", "0.2"]
-    row, said = tune(*neighbours)[1], together("finetune.py", *words, *neighbours)
+    row, said = tune(*neighbours)[1], together("finetune.py", *words, *neighbours, work=alike)
     assert f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}" in said
     together("finetune.py", *words, "--optimizer", "sgd")
-    two, (one, row) = train.read("runs/two/last.pt"), tune("--optimizer", "sgd")
+    two, (one, row) = train.read("runs/two"), tune("--optimizer", "sgd")
     assert same(one["model"], two["model"], atol=1e-6) and one["flags"]["lr"] > 1e-3
     assert two["history"][-1]["top1"] == pytest.approx(row["top1"], abs=1e-3)
     together("finetune.py", *words, "--mode", "linear", "--overwrite", work=alike)
-    assert train.read("runs/two/last.pt")["config"]["probe"]
+    assert train.read("runs/two")["config"]["probe"]

@@ -1,15 +1,18 @@
-"""What is special to HyperMAE: MINR's coordinates and features, and blocks that encoder and Feat2W
-share. Its MLP, of which a matrix is a layer: tests/references.py."""
+"""What is special to HyperMAE: coordinates and features as in MINR, a layer that is predicted, and
+blocks that encoder and Feat2W share."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 import hypermae
 import minr
+from hypermae import HyperMAE, fourier_features
 from tests.test_methods import build, images_and_noise
 
 
 def test_minr_has_the_same_coordinates_and_features():
-    """Both files write them out: a change of one must be one of the other."""
+    """Both files define them: a change of one must be made in the other."""
     coords = hypermae.grid_coords((5, 7))
     assert torch.equal(coords, minr.grid_coords((5, 7)))
     assert torch.allclose(coords.view(5, 7, 2)[3, 4], torch.tensor([0.4, 2 / 7]))
@@ -18,9 +21,40 @@ def test_minr_has_the_same_coordinates_and_features():
         assert ours.shape == (35, 2 * dim) and torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_on", ["masked", "all"])
+def test_coordinates(loss_on, spy):
+    """Row and column of the predicted patches, in a grid of 4 x 6."""
+    seen = spy(HyperMAE, "decode", lambda self, coords, M: coords)
+    model, (images, noise) = build("hypermae", loss_on=loss_on), images_and_noise()
+    ids_keep, ids_mask, _ = model.encoder.mask(images, noise, 0.75)
+    every = torch.cat([ids_keep, ids_mask], dim=1)
+    model(images, noise)
+    model.reconstruct(images, noise)
+    for coords, ids in zip(seen, (ids_mask if loss_on == "masked" else every, every)):
+        wanted = torch.stack([(2 * (ids // 6) + 1) / 4 - 1, (2 * (ids % 6) + 1) / 6 - 1], dim=2)
+        assert torch.allclose(coords, wanted)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("modulated_layer", [0, 1, 2])
+def test_paco_mlp(modulated_layer, around):
+    """M and three shared layers, and which of them a ReLU follows (item 1)."""
+    model = build("hypermae", modulated_layer=modulated_layer, relu_around_m=around, out_bias=0.3)
+    (A, B, C), relu, maybe = model.paco_mlp, F.relu, F.relu if around else lambda z: z
+    coords, M = torch.rand(2, 5, 2), torch.randn(2, len(model.T), 12)
+    z = fourier_features(coords, 8, 4.0)
+    if modulated_layer == 0:
+        wanted = C(relu(B(relu(A(maybe(z @ M))))))
+    elif modulated_layer == 1:
+        wanted = C(relu(B(maybe(maybe(A(z)) @ M))))
+    else:
+        wanted = C(maybe(maybe(B(relu(A(z)))) @ M))
+    assert torch.allclose(model.decode(coords, M), wanted + 0.3, atol=1e-5)
+
+
 def test_shared_blocks():
-    """The encoder keeps its blocks, Feat2W has the rest; weight tokens enter at the first shared
-    one, and visible tokens see them there."""
+    """The encoder keeps its blocks, Feat2W has the others. Weight tokens enter at the first shared
+    block, where visible tokens attend to them."""
     for shared in (0, 1, 2):
         model, (images, noise) = build("hypermae", shared_blocks=shared), images_and_noise()
         assert (len(model.encoder.blocks), len(model.feat2w_blocks)) == (2, 2 - shared)

@@ -1,10 +1,9 @@
-"""What every method in train.METHODS promises, also one of your own: its face, that nothing hidden
-leaks, that it learns. What only the five promise follows: golden numbers, recipes, that each option
-does something. What is special to one is in its own file, what it costs in test_bench.py."""
+"""What every method in train.METHODS promises, including one of your own: the interface, that it
+learns, that masked pixels do not leak. What only the five promise: golden numbers, recipes, that
+each option does something. What only one promises is in its own file, its cost in test_bench.py."""
 
 import copy
 import math
-import re
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -12,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
-from tests.conftest import ROOT, same
+from tests.conftest import ROOT, same, settings
 from tests.golden import EXPECTED, distances, load, replay
 from train import METHODS, method_arguments
-from vit import InputError, count_extra_tokens, mask_noise, normalize_patches, patchify, unpatchify
+from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
+                 unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -36,7 +37,7 @@ BASE = defaultdict(dict, {  # arguments that keep them small
 DECODER_OPTIONS = [dict(norm_pix_loss=False), dict(decoder_dim=32), dict(decoder_depth=1),
                    dict(decoder_heads=4)]
 OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
-    "mae": [*DECODER_OPTIONS, dict(inter_block_attention=True)],
+    "mae": DECODER_OPTIONS,
     "crossmae": [*DECODER_OPTIONS, dict(prediction_ratio=0.25), dict(feature_maps="last"),
                  dict(feature_maps=(1,)), dict(include_input=False), dict(self_attention=True),
                  dict(softmax_weights=True), dict(project_maps=True)],
@@ -51,15 +52,15 @@ OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
              dict(loss_on="masked"), dict(coord_jitter=True), dict(pixel_fraction=0.3),
              dict(encode_visible_only=True)],
     "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
-             dict(mix=0.3), dict(teacher=TEACHER), dict(teacher=TEACHER, distill_weight=0.5)],
+             dict(alpha=0.3), dict(teacher=TEACHER), dict(teacher=TEACHER, distill_weight=0.5)],
 }
 SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
           "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
 for name, cls in METHODS.items():
-    if name not in OPTIONS:                                # one's own: sizes as of what it copies
+    if name not in OPTIONS:                                # your own: sizes like its template's
         own = method_arguments(cls)
-        BASE[name] = {k: v for k, v in cls.small.items() if k in own}
+        BASE[name] = cls.small_model
         for other in OPTIONS:
             if method_arguments(METHODS[other]).keys() <= own.keys():
                 BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
@@ -81,8 +82,8 @@ def inputs_of(model):
 
 
 def loss_of(model, images, noise):
-    """The loss, a function of these alone: with a partner and a weight where there are pairs."""
-    pairs = (images.roll(1, 0), 0.3) if getattr(model, "pairs", False) else ()
+    """Return the loss as a function of these alone: pairs get a fixed partner and weight."""
+    pairs = (images.roll(1, 0), 0.3) if hasattr(model, "pairs") else ()
     return model(images, noise, *pairs)[0]
 
 
@@ -96,9 +97,9 @@ cases = pytest.mark.parametrize("name, options", CASES)
     ("minr_transinr", (2e-6, 3e-5, 5e-6)), ("imae", (2e-6, 1e-5, 1e-5)),
     ("finetune_avg", (2e-6, 3e-6, 1e-5))])
 def test_golden(fixture, tolerances):
-    """Loss, predictions and gradients are the released ones. The tolerance is small enough to tell
-    an epsilon of 1e-2 apart, or exchanged axes. (golden.prepare sets the fixture's epsilon; for
-    ours see test_initial_tokens_and_norms.)"""
+    """Loss, predictions and gradients equal the released codes'. The tolerance is small enough to
+    notice an epsilon of 1e-2 or swapped axes. (golden.prepare sets the fixture's epsilon; for ours
+    see test_initial_weights.)"""
     content = load(ROOT / f"tests/golden/{fixture}.pt")
     measured = distances(content)
     assert all(d <= most for d, most in zip(measured, tolerances)), measured
@@ -122,31 +123,25 @@ OTHER = dict(  # values of a fixture's config that are not in the files
 
 @pytest.mark.parametrize("name, config", [(n, c) for n in OTHER for c in OTHER[n]])
 def test_replay_takes_other_fixtures(name, config, monkeypatch):
-    """As many predictions as asked for come out, and gradients under released names; the fixture is
-    asked for no other names. Weights are random."""
+    """Other fixtures get the predictions they ask for, and gradients under released names. Weights
+    stay random, as the files have those of other shapes."""
     fixture = load(ROOT / f"tests/golden/{name}.pt")
     config = fixture["config"] = {**fixture["config"], **config}
-    L, p, C = (config["img_size"] // config["patch_size"]) ** 2, config["patch_size"], config[
-        "in_chans"]
-    names = {*fixture["state_dict"]}
-    fixture.update(images=torch.randn(2, C, *[config["img_size"]] * 2), noise=torch.rand(2, L),
-                   state_dict=defaultdict(lambda: torch.zeros(1), fixture["state_dict"]))
-
-    def same_names(model, state):
-        optional = {"wfm", "dec_norms", "norm", "decoder_blocks"}      # by config
-        assert {k.removeprefix("encoder.") for k in state.keys() ^ model.state_dict().keys()
-                if k.removeprefix("encoder.").split(".")[0] not in optional} == set()
-    monkeypatch.setattr(torch.nn.Module, "load_state_dict", same_names)
+    C, p = config["in_chans"], config["patch_size"]
+    L = (config["img_size"] // p) ** 2
+    fixture.update(images=torch.randn(2, C, *[config["img_size"]] * 2), noise=torch.rand(2, L))
+    for part in ("weight", "bias"):                        # of a deeper MLP than the file's
+        fixture["state_dict"][f"pacomlp.mlp.5.{part}"] = torch.zeros(1)
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda model, state: None)
     ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
     if name == "crossmae":                                 # only what is predicted
-        L -= int(L * (1 - config["mask_ratio"])) + int(L * (config["mask_ratio"]
-                                                            - config["kept_mask_ratio"]))
+        mask_ratio, kept = config["mask_ratio"], config["kept_mask_ratio"]
+        L -= int(L * (1 - mask_ratio)) + int(L * (mask_ratio - kept))
         last, maps = ours["grads"]["blocks.2.attn.proj.bias"], [i % 3 for i in config["use_fm"]]
         assert last.any() == (2 in maps or not config["weight_fm"])
     assert ours["pred"].shape == (2, L, p * p * C) and ours["loss"].isfinite()
+    assert ours["grads"]["patch_embed.proj.weight"].shape[1:] == (C, p, p)
     assert fixture["grads"].keys() <= ours["grads"].keys()
-    new = {key.rpartition(".")[0] for key in fixture["state_dict"].keys() - names}
-    assert new <= {"pacomlp.mlp.5"}                        # of a deeper MLP than the fixture's
 
 
 @cases
@@ -166,8 +161,8 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
 
 
 @cases
-def test_on_a_gpu_that_is_not_there(name, options):
-    """Of torch's fake tensors: none of two devices meet, and no value is waited for."""
+def test_on_a_gpu_that_does_not_exist(name, options):
+    """With fake tensors: everything is on one device, and nothing waits for a value."""
     model = build(name, **options)
     images, noise = inputs_of(model)
     inputs = [images, noise, *((images, torch.rand(3)) if hasattr(model, "pairs") else ())]
@@ -179,31 +174,42 @@ def test_on_a_gpu_that_is_not_there(name, options):
         assert all(x.is_cuda for x in (loss, *metrics.values()))
 
 
-@methods
-def test_a_step_waits_for_nothing(name):
-    """On the device of tensors without values."""
-    model, inputs = build(name).to("meta"), [x[:2].to("meta") for x in images_and_noise()]
-    args = SimpleNamespace(accum=2, clip_grad=1, world=1, rank=0, own_draws=False,
-                           dtype=torch.float32,
-                           device=torch.device("cpu"))
+def test_a_step_waits_for_nothing():
+    """On the device whose tensors have no values."""
+    model, inputs = build("mae").to("meta"), [x[:2].to("meta") for x in images_and_noise()]
+    args = settings(accum=2, clip_grad=1, same_draws=True)
     train.train_step(model, torch.optim.AdamW(model.parameters()),
-                     torch.amp.GradScaler("cpu", enabled=False), inputs, args)
+                     torch.amp.GradScaler("cpu", enabled=False), inputs, 0, args)
     with pytest.raises(RuntimeError, match="item"):
         model.encoder.cls_token.sum().item()
 
 
 @methods
-def test_noise(name):
-    """None draws a new mask each time. Of noise, only who is visible matters, not the order."""
+def test_noise_and_masks(name):
+    """None draws a new mask each time. Noise only decides which patches are visible: a bool mask,
+    True = masked, of the same patches gives the same results. A bool mask with another number of
+    visible patches than mask_ratio gives is refused; other zeros and ones are noise."""
     model, (images, noise), losses = build(name), images_and_noise(), []
     for draw in (lambda: None, lambda: mask_noise("random", 3, model.encoder.grid)):
         torch.manual_seed(2)
         losses.append(loss_of(model, images, draw()))
     assert losses[0] == losses[1] and model(images)[0] != model(images)[0]
-    mask = model.encoder.mask(images, noise, 0.75)[2]
-    assert torch.allclose(loss_of(model, images, noise), loss_of(model, images, mask), atol=1e-6)
-    decoded = [model.reconstruct(images, by)[0] for by in (noise, mask)]
-    assert torch.allclose(*decoded, atol=1e-5)
+
+    loss, (decoded, mask) = loss_of(model, images, noise), model.reconstruct(images, noise)
+    for equivalent in (mask.bool(), mask):
+        assert torch.allclose(loss, loss_of(model, images, equivalent), atol=1e-6)
+        again = model.reconstruct(images, equivalent)
+        assert torch.allclose(decoded, again[0], atol=1e-5) and torch.equal(mask, again[1])
+    wrong = mask.clone()
+    wrong[2, wrong[2].nonzero()[-1]] = 0                   # one more is visible
+    for call in (model, model.reconstruct):
+        with pytest.raises(ValueError, match="leaves 7 of 24 patches visible, .* requires 6"):
+            call(images, wrong.bool())
+        call(images, wrong)
+    assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
+    assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
+    with pytest.raises(InputError, match="mask_ratio 0.0 must be between 0 and 1"):
+        model.reconstruct(images, mask_ratio=0.0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -215,7 +221,7 @@ def test_every_argument_is_tested(name):
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
 def test_each_option_changes_what_it_names(name, options):
-    """The loss is another one, with the same parameters as far as both have them."""
+    """The loss differs, although all parameters that both models have are equal."""
     base, model = build(name), build(name, **options)
     shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
     images, noise = images_and_noise()
@@ -229,57 +235,46 @@ def test_each_option_changes_what_it_names(name, options):
 
 
 @cases
-def test_no_leak_from_hidden_pixels(name, options):
-    """leak_free: with norm_pix_loss, the true patch's mean and variance would be one."""
+def test_no_leak_from_masked_pixels(name, options):
+    """With norm_pix_loss the true patch's mean and variance would leak, hence leak_free. Visible
+    patches are predicted, too."""
     model = build(name, **options)
     images, noise = inputs_of(model)
-    hidden = model.encoder.pixels_of(model.encoder.mask(images, noise, model.mask_ratio)[2]).bool()
-    others = images, images + hidden * torch.randn(images.shape), images + ~hidden
-    same, hidden_moved, visible_moved = (
+    masked = model.encoder.pixels_of(model.encoder.mask(images, noise, model.mask_ratio)[2]).bool()
+    others = images, images + masked * torch.randn(images.shape), images + ~masked
+    unchanged, masked_changed, visible_changed = (
         model.reconstruct(x, noise, leak_free=True)[0] for x in others)
-    assert torch.equal(same, hidden_moved), "hidden pixels change the prediction"
-    assert not torch.allclose(same, visible_moved), "visible pixels do not change it"
+    assert torch.equal(unchanged, masked_changed), "masked pixels change the prediction"
+    assert not torch.allclose(unchanged, visible_changed), "visible pixels do not change it"
+    assert unchanged.shape == images.shape
+    assert (unchanged - images)[(~masked).expand_as(images)].abs().mean() > 0.1
 
 
 def misplacement(model, images, noise):
-    """How much more a visible patch moves another patch's prediction than its own: the largest mean
-    ratio over patches, for the other patch one, two ... places further on."""
+    """Return how much more a visible patch changes another patch's prediction than its own: the
+    largest mean ratio, where the other patch is one, two ... places further on."""
     ids_keep, _, mask = model.encoder.mask(images, noise, model.mask_ratio)
     p, grid, L = model.encoder.patch_size, model.encoder.grid, mask.shape[1]
-    base, moves = patchify(model.reconstruct(images, noise, leak_free=True)[0], p), []
+    base, changes = patchify(model.reconstruct(images, noise, leak_free=True)[0], p), []
     for j in range(ids_keep.shape[1]):                     # the j-th visible patch of each image
         there = F.one_hot(ids_keep[:, j], L).float()       # (B, L)
         bump = unpatchify(there[..., None].expand(-1, -1, math.prod(p) * images.shape[1]), p, grid)
-        moved = patchify(model.reconstruct(images + 0.1 * bump, noise, leak_free=True)[0], p)
-        change = (moved - base).square().mean(2).sqrt()    # (B, L)
+        changed = patchify(model.reconstruct(images + 0.1 * bump, noise, leak_free=True)[0], p)
+        change = (changed - base).square().mean(2).sqrt()  # (B, L)
         shifted = (ids_keep[:, j, None] + torch.arange(L)) % L
-        moves.append(change.gather(1, shifted))            # its own patch first
-    moves = torch.cat(moves).mean(0)
-    return (moves[1:].max() / moves[0]).item()
+        changes.append(change.gather(1, shifted))          # its own patch first
+    changes = torch.cat(changes).mean(0)
+    return (changes[1:].max() / changes[0]).item()
 
 
 @pytest.mark.parametrize("name", [
     name for name in METHODS if name not in ("crossmae", "hypermae", "minr")])
 def test_each_prediction_is_in_its_place(name):
-    """Fails, for example, if the class token stays, and each patch gets the one before it. It could
-    not for the three methods whose decoder has no tokens of visible patches: a patch moves all of
-    their predictions alike. (For them: test_loss_is_the_mean_over_patches.)"""
+    """Fails, for example, if the class token is not dropped, so that each patch gets the one before
+    it. It cannot fail for the three methods whose decoder has no tokens of visible patches: there a
+    patch changes all predictions alike. (For them: test_loss_is_the_mean_over_patches.)"""
     model, (images, noise) = build(name), images_and_noise(24)
     assert misplacement(model, images, noise) < 1.5, "predictions belong to other patches"
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_shift_by_one_token_is_noticed(first):
-    """Of a SimMIM, a ViT that predicts patches from its own tokens."""
-    class SimMIM(METHODS["mae"]):
-        def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-            ids_keep, ids_mask, mask = self.encoder.mask(images, noise, self.mask_ratio)
-            tokens = self.encoder.embed(images) * (1 - mask[..., None])
-            tokens = self.decoder_embed(self.encoder.encode(tokens))[:, first:24 + first]
-            return unpatchify(self.decoder_pred(tokens), 4, self.encoder.grid), mask
-    torch.manual_seed(0)
-    model = SimMIM(**SMALL, **DECODER)
-    assert (misplacement(model, *images_and_noise(24)) < 1.5) == (first == 1)
 
 
 @pytest.mark.parametrize("name, options", [
@@ -288,7 +283,7 @@ def test_a_shift_by_one_token_is_noticed(first):
     *[("minr", dict(loss_on=where, hypernetwork=kind)) for where in ("all", "masked")
       for kind in ("ginr", "transinr")]])
 def test_loss_is_the_mean_over_patches(name, options):
-    """Over hidden ones or, with loss_on, all."""
+    """Over masked patches or, with loss_on, over all."""
     model, (images, noise) = build(name, **options), images_and_noise()
     (decoded, mask), target = model.reconstruct(images, noise), patchify(images, 4)
     pred = patchify(decoded, 4)
@@ -304,8 +299,8 @@ def test_loss_is_the_mean_over_patches(name, options):
 @pytest.mark.parametrize("name", [
     n for n in OPTIONS if "norm_pix_loss" in method_arguments(METHODS[n])])
 def test_leak_free(name):
-    """A normalised prediction gets the mean and deviation of the true patch or, leak_free, those of
-    all visible pixels."""
+    """A normalised prediction gets the mean and variance of the true patch or, if leak_free, of all
+    visible pixels."""
     images, noise = images_and_noise()
     for normalized in (False, True):
         model, patches = build(name, norm_pix_loss=normalized), patchify(images, 4)
@@ -318,31 +313,6 @@ def test_leak_free(name):
 
 
 @methods
-def test_nothing_is_copied(name):
-    """Decoded images have a prediction in every patch; copy_visible gives the visible ones back."""
-    model, (images, noise) = build(name), images_and_noise()
-    decoded, mask = model.reconstruct(images, noise)
-    hidden = model.encoder.pixels_of(mask).bool().expand_as(images)
-    assert decoded.shape == images.shape and (decoded - images)[~hidden].abs().mean() > 0.1
-    copied = model.encoder.copy_visible(decoded, images, mask)
-    assert torch.equal(copied[hidden], decoded[hidden])
-    assert torch.equal(copied[~hidden], images[~hidden])
-
-
-@methods
-def test_own_masks(name):
-    model, (images, _) = build(name), images_and_noise(2)
-    own = torch.ones(2, 24)
-    own[0, :6], own[1, 6:12] = 0, 0
-    assert torch.equal(model.reconstruct(images, own)[1], own)
-    assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12, 12]
-    with pytest.raises(ValueError, match="mask_ratio 0.0 is not between 0 and 1"):
-        model.reconstruct(images, mask_ratio=0.0)
-    with pytest.raises(ValueError, match="shows 7 of 24 patches, mask_ratio 0.75 shows 6"):
-        model.reconstruct(images, own.scatter(1, torch.tensor([[6], [6]]), 0))
-
-
-@methods
 def test_one_batch_overfits(name):
     model = build(name, dim=32, **LARGER.get(name, {}))
     images, noise = images_and_noise(2)
@@ -350,17 +320,18 @@ def test_one_batch_overfits(name):
     first = loss_of(model, images, noise).item()
     for _ in range(300):
         loss = loss_of(model, images, noise)
+        if loss < 0.3 * first:
+            return
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.3 * first, (
-        f"the loss of one batch fell only from {first:.2f} to {loss:.2f}: forward is wrong, or the "
-        f"sizes do not suit (BASE and LARGER in this file)")
+    pytest.fail(f"the loss of one batch fell only from {first:.2f} to {loss:.2f}: forward is "
+                f"wrong, or the sizes do not suit (BASE and LARGER in this file)")
 
 
 @methods
 def test_a_call_changes_nothing(name):
-    """No state on the module: neither buffers nor attributes. The loss is float32 in autocast."""
+    """The module keeps no state, in buffers or attributes. Under autocast the loss is float32."""
     model, (images, noise) = build(name).eval(), images_and_noise()
     state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
     loss = loss_of(model, images, noise)
@@ -372,78 +343,100 @@ def test_a_call_changes_nothing(name):
     assert same(model.state_dict(), state)
 
 
-IMPOSSIBLE = {
-    "crossmae": [
-        (dict(prediction_ratio=0.9), "prediction_ratio 0.9 must be at most mask_ratio 0.75"),
-        (dict(mask_ratio=0.5), "give both"), (dict(prediction_ratio=-0.1), "must be larger"),
-        (dict(prediction_ratio=1e-17), "1e-17"), (dict(feature_maps=(0,)), "the last"),
-        (dict(feature_maps="first"), "feature_maps first"), (dict(decoder_heads=0), "0 heads"),
-        (dict(feature_maps=(1, 1)), "different"), (dict(feature_maps=(1, 2)), "from 0 to 1"),
-        (dict(feature_maps="last", include_input=True), "include_input"),
-        (dict(feature_maps="last", softmax_weights=True), "softmax_weights"),
-        (dict(feature_maps="last", project_maps=True), "project_maps"),
-        (dict(feature_maps=(1,), include_input=False, softmax_weights=True), "one map"),
-        (dict(decoder_depth=0), "depth 0")],
-    "hypermae": [
-        (dict(modulated_layer=3), "modulated_layer 3"), (dict(feat2w_depth=0), "feat2w_depth 0"),
-        (dict(shared_blocks=3), "shared_blocks 3"),
-        (dict(pe_dim=7), "pe_dim 7"), (dict(pe_sigma=float("nan")), "pe_sigma nan"),
-        (dict(n_weight_tokens=0), "n_weight_tokens 0"), (dict(loss_on="some"), "loss_on some")],
-    "minr": [
-        (dict(hypernetwork="inr"), "hypernetwork inr"), (dict(loss_on="some"), "loss_on some"),
-        (dict(pixel_fraction=0.0), "pixel_fraction 0.0"), (dict(ff_dim=3), "ff_dim 3"),
-        (dict(modulated_layers=(4,)), "from 0 to 3"), (dict(modulated_layers=()), "layers () are"),
-        (dict(modulated_layers=(1.0,)), "modulated_layers"), (dict(groups=0), "groups 0"),
-        (dict(hypernetwork="transinr", groups=3), "groups 3 do not divide the 8 outputs")],
-    "imae": [
-        (dict(branches=3), "branches 3"), (dict(beta=0.0), "beta 0.0"),
-        (dict(distill_weight=1.0), "distill_weight 1.0 needs a teacher"),
-        (dict(distill_weight=-1.0, teacher=TEACHER), "distill_weight -1.0")],
+IMPOSSIBLE = {  # the message names the first one
+    "crossmae": [dict(prediction_ratio=0.9), dict(prediction_ratio=-0.1),
+                 dict(prediction_ratio=1e-17), dict(feature_maps=(0,)), dict(feature_maps="first"),
+                 dict(feature_maps=(1, 2)), dict(feature_maps="last", softmax_weights=True),
+                 dict(decoder_depth=0), dict(decoder_heads=0)],
+    "hypermae": [dict(modulated_layer=3), dict(feat2w_depth=0), dict(shared_blocks=3),
+                 dict(pe_dim=7), dict(n_weight_tokens=0), dict(loss_on="some")],
+    "minr": [dict(hypernetwork="inr"), dict(loss_on="some"), dict(pixel_fraction=0.0),
+             dict(ff_dim=3), dict(modulated_layers=(4,)), dict(modulated_layers=()),
+             dict(groups=3, hypernetwork="transinr"), dict(groups=0)],
+    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.5), dict(distill_weight=1.0)],
 }
 
 
-@pytest.mark.parametrize("name, options, words", [
-    *[(n, *case) for n in IMPOSSIBLE for case in IMPOSSIBLE[n]],
-    *[(n, dict(mask_ratio=0.99), "mask_ratio 0.99 shows 0 of 24") for n in OPTIONS],
-    *[(n, *case) for n in METHODS for case in (
-        (dict(heads=3), "width 16 is"), (dict(img_size=30), "img_size 30x30 is"))]])
-def test_impossible_options(name, options, words):
-    with pytest.raises(InputError, match=re.escape(words)):
-        build(name, **options)
+@pytest.mark.parametrize("name, options", [
+    *[(n, options) for n in IMPOSSIBLE for options in IMPOSSIBLE[n]],
+    *[(n, options) for n in METHODS
+      for options in (dict(heads=3), dict(img_size=30), dict(mask_ratio=0.99))]])
+def test_impossible_options(name, options):
+    """Some are refused by the constructor, a mask ratio at the first call."""
+    argument = next(iter(options)).removeprefix("decoder_")
+    with pytest.raises(InputError, match=argument):
+        build(name, **options)(images_and_noise()[0])
 
 
 def flags(options):
-    """Options as words of a command line."""
+    """Return options as words of a command line."""
     return [word for k, v in options.items() for word in (f"--{k}", str(v))]
 
 
 @methods
 def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
-    """train.py writes a run, load gives the model back, finetune.py takes its encoder."""
-    content = pretrain("--method", name, name=name, own=flags(BASE[name]))
+    """train.py writes a run, load returns its model, finetune.py takes its encoder; the accuracy of
+    the nearest neighbour is computed by hand."""
+    content = pretrain("--method", name, "--img_size", "16,24", name=name, own=flags(BASE[name]))
     assert all(math.isfinite(v) for v in content["history"][1].values())
     model = train.load(f"runs/{name}/last.pt")
     assert isinstance(model, METHODS[name]) and not model.training
-    assert all(torch.equal(v, content["model"][k]) for k, v in model.state_dict().items())
-    words = ["--checkpoint", f"runs/{name}/last.pt", "--batch_size", "8", "--epochs", "1",
-             "--warmup_epochs", "0", "--workers", "0"]
-    assert finetune.main([*words, "--mode", "knn", "--k", "3"])["top1"] > 0
-    said = capsys.readouterr().out.splitlines()
-    assert "fresh: head" in said and [line for line in said if line.startswith("not taken over: ")]
-    assert finetune.main(words)["loss"] > 0
+    assert same(model.state_dict(), content["model"])
+
+    words = ["--checkpoint", f"runs/{name}/last.pt", "--workers", "0"]
+    row, features = finetune.main([*words, "--mode", "knn", "--k", "1"]), []
+    splits = train.open_data(str(folder), (16, 24), settings())[:2]
+    for split in splits:
+        tokens = model.encoder(normalize(split.images, model))
+        patches, extra = tokens[:, 1:25], tokens[:, 25:]
+        read = extra.flatten(1) if extra.shape[1] else patches.mean(1)
+        features.append(F.normalize(read, dim=1))
+    nearest = (features[1] @ features[0].T).argmax(1)
+    right = splits[0].labels[nearest] == splits[1].labels
+    assert row["top1"] == pytest.approx(100 * right.float().mean().item())
+    assert "newly initialised: head\n" in capsys.readouterr().out      # no norm that it lacks
+
+    finetune.main([*words, "--epochs", "0", "--name", "x", "--batch_size", "8"])
+    said, tuned = capsys.readouterr().out.splitlines(), train.read("runs/x/last.pt")
+    assert [line for line in said if line.startswith("newly initialised: ") and "head" in line]
+    assert [line for line in said if line.startswith("not loaded: ")]
+    assert (tuned["mean"], tuned["std"]) == (model.mean, model.std)
+    encoder = {k: v for k, v in tuned["model"].items() if k.startswith("encoder.")}
+    assert same(encoder, {k: content["model"][k] for k in encoder})
+
+
+@pytest.mark.parametrize("name, was", [
+    ("mae", dict(inter_block_attention=False)), ("crossmae", dict(include_input=None)),
+    ("hypermae", {}), ("minr", {}), ("imae", dict(mix=0.3))])
+def test_older_files(name, was, tmp_path):
+    """In our files of before 2026-11-23 the patch embedding was a convolution, also a teacher's;
+    MINR's weight tokens were its own; and some arguments had other names or values."""
+    model = build(name, **(dict(teacher=TEACHER, alpha=0.3) if name == "imae" else {}))
+    config = {**SMALL, **BASE[name], **(dict(teacher=TEACHER) if name == "imae" else {}), **was}
+    state = {}
+    for key, value in model.state_dict().items():
+        if key.endswith("patch_embed.weight"):
+            value = value.view(len(value), 4, 4, 3).permute(0, 3, 1, 2)
+        state[key.replace("patch_embed.", "patch_embed.proj.")] = value
+    if name == "minr":
+        state["weight_tokens"] = state.pop("encoder.extra_tokens")
+    torch.save(dict(method=name, config=config, model=state, optimizer={}), tmp_path / "last.pt")
+    loaded = train.load(tmp_path)
+    assert same(loaded.state_dict(), model.state_dict())
+    assert getattr(loaded, "alpha", 0.3) == 0.3 and "optimizer" not in train.read(tmp_path)
 
 
 @methods
 def test_what_finetuning_reads_is_trained(name):
-    """The tokens that finetune.py makes features of, unless told otherwise, leave the last block
-    with a gradient of the pretraining loss."""
+    """The tokens that finetune.py pools by default leave the last block with a gradient of the
+    pretraining loss."""
     model, (images, noise) = build(name), images_and_noise()
     extra = count_extra_tokens(model.state_dict())
     tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
                                 pool=finetune.default_pool(extra, 16))
 
     def gradients(encoder, value_of):
-        """Of value_of() on what leaves the last block: of class, patch and extra tokens."""
+        """Return whether class, patch and extra tokens after the last block change value_of()."""
         left = []
         hook = encoder.blocks[-1].register_forward_hook(lambda *call: left.append(call[2]))
         value = value_of()
@@ -458,7 +451,7 @@ def test_what_finetuning_reads_is_trained(name):
 
 @methods
 def test_the_seed_is_the_run(name, pretrain):
-    """Two runs are equal, in pieces or not."""
+    """Two runs are equal, whether batches are computed in pieces or not."""
     words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1"]
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
@@ -473,35 +466,40 @@ def test_the_seed_is_the_run(name, pretrain):
     ("mae", dict(mask_token=0.02)), ("crossmae", dict(mask_token=0.02)),
     ("imae", dict(mask_token=0.02)), ("hypermae", dict(weight_tokens=0.02, T=0.02)),
     ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
-def test_initial_tokens_and_norms(name, tokens):
-    """Learnt tokens come from N(0, 0.02^2), as in MAE; LayerNorms have its epsilon."""
-    wide = dict(decoder_dim=1024) if "mask_token" in tokens else {}
-    model = build(name, dim=1024, **wide)
+def test_initial_weights(name, tokens):
+    """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Linear
+    layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
+    mixing weights (test_crossmae.py) and MINR's to_weights, which have PyTorch's default."""
+    decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
+    model = build(name, dim=512, depth=1, **decoder)
+    others = "to_weights", "wfm", "encoder.patch_embed"
     for token, std in {"encoder.cls_token": 0.02, **tokens}.items():
         values = model.get_parameter(token).detach()
         assert values.std() == pytest.approx(std, rel=0.3 if token == "T" else 0.1), token
-        assert values.mean().abs() < 0.3 * std, token
+        assert values.mean().abs() < 0.5 * std, token
     for part, module in model.named_modules():
-        if isinstance(module, torch.nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm):
             assert module.eps == (1e-5 if part.startswith("to_weights") else 1e-6), part
+        elif isinstance(module, nn.Linear) and not part.startswith(others):
+            limit = math.sqrt(6 / sum(module.weight.shape))
+            assert 0.9 * limit < module.weight.abs().max() <= limit, part
+            assert not module.bias.any(), part
 
 
 @pytest.mark.parametrize("name, options, checkpointing", [
-    ("mae", {}, False), ("mae", {}, True), ("crossmae", {}, False), ("crossmae", {}, True),
-    ("hypermae", {}, False), ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
-    ("minr", dict(hypernetwork="transinr"), False),
-    ("imae", dict(teacher=TEACHER), False)])
+    ("mae", {}, True), ("crossmae", {}, True), ("hypermae", {}, False),
+    ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
+    ("minr", dict(hypernetwork="transinr"), False), ("imae", dict(teacher=TEACHER), False)])
 def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
-    """Without graph breaks, and once: other data, masks and mixing weights need no new graph."""
+    """Without graph breaks, and once: other images, masks and weights alpha need no new graph."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(name, depth=1, **options)
     args = SimpleNamespace(grad_checkpointing=checkpointing, compile=True, world=1)
     net = train.wrap(model, args)
     for seed in range(3):
-        images, noise = images_and_noise()
-        images, noise = images + seed, noise.roll(seed, 1)
+        images, noise = (x.roll(seed, 1) for x in images_and_noise())
         pairs = (images.roll(1, 0), torch.tensor(0.2 + 0.2 * seed)) if name == "imae" else ()
         losses = []
         for call in (net, model):
@@ -513,28 +511,34 @@ def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@methods
+def test_small(name):
+    """`small` has training's values and `small_model` the model's; one line builds it."""
+    cls = METHODS[name]
+    model = cls(32, 4, 3, dim=64, depth=4, heads=2, **cls.small_model)
+    loss, _ = model(torch.rand(2, 3, 32, 32))
+    assert loss.isfinite() and cls.small_model.keys() <= method_arguments(cls).keys()
+    assert cls.small.keys() <= {*cls.recipe, *train.SHARED}
+
+
 MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release
     optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, batch_size=4096,
     schedule="cosine", warmup_epochs=40, epochs=800, crop=0.2, flip=True)
 
 
-@pytest.mark.parametrize("name, recipe", [
-    ("mae", MAE_RECIPE), ("crossmae", MAE_RECIPE),
-    ("hypermae", dict(MAE_RECIPE, epochs=400)),            # Table 12
-    ("imae", dict(MAE_RECIPE, blr=1e-3)),                  # Table 1, ImageNet; the rest is MAE's
+@pytest.mark.parametrize("name, recipe, defaults", [
+    ("mae", MAE_RECIPE, dict(decoder_dim=512, decoder_depth=8, decoder_heads=16)),
+    ("crossmae", MAE_RECIPE, dict(prediction_ratio=0.75, decoder_dim=512, decoder_depth=12,
+                                  decoder_heads=16)),
+    ("hypermae", dict(MAE_RECIPE, epochs=400),             # Tables 12 and 3
+     dict(n_weight_tokens=16, feat2w_depth=4, mlp_depth=6, hidden_dim=256, modulated_layer=1,
+          loss_on="masked")),
+    ("imae", dict(MAE_RECIPE, blr=1e-3),                   # Table 1, ImageNet; the rest is MAE's
+     dict(norm_pix_loss=False, beta=1.0)),
     ("minr", dict(  # the paper gives none: the release, for Imagenette
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, batch_size=32,
-        schedule="constant", warmup_epochs=0, epochs=400, crop=0.75, flip=True))])
-def test_recipes_are_the_papers(name, recipe):
+        schedule="constant", warmup_epochs=0, epochs=400, crop=0.75, flip=True), {})])
+def test_recipes_and_defaults_are_the_papers(name, recipe, defaults):
+    """Defaults: MAE Table 1, CrossMAE A.6. (MINR's: in its own file.)"""
     assert METHODS[name].recipe == recipe
-
-
-@pytest.mark.parametrize("name, defaults", [
-    ("mae", dict(mask_ratio=0.75, decoder_dim=512, decoder_depth=8, decoder_heads=16)),
-    ("crossmae", dict(prediction_ratio=0.75, decoder_dim=512, decoder_depth=12, decoder_heads=16)),
-    ("hypermae", dict(n_weight_tokens=16, feat2w_depth=4, mlp_depth=6, hidden_dim=256,
-                      modulated_layer=1, loss_on="masked")),
-    ("imae", dict(norm_pix_loss=False, beta=1.0))])
-def test_defaults_are_the_papers(name, defaults):
-    """MAE Table 1, CrossMAE A.6, HyperMAE Table 3, i-MAE on CIFAR. (MINR: in its own file.)"""
-    assert defaults.items() <= method_arguments(METHODS[name]).items()
+    assert {**defaults, "mask_ratio": 0.75}.items() <= method_arguments(METHODS[name]).items()

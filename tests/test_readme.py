@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,36 +11,63 @@ from torchvision import datasets
 import finetune
 import train
 import vit
-from tests.conftest import ROOT
+from tests.conftest import DECODER, ROOT, write_pictures
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-LOOP, MODELS, CLASSIFIER, FORWARD, TIMM = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+REFERENCE = (ROOT / "tests/REFERENCE.md").read_text(encoding="utf-8")
+(LOOP,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+MODELS, CLASSIFIER, INTER_BLOCK, SIMMIM, TIMM = re.findall(
+    r"```python\n(.*?)```", REFERENCE, re.DOTALL)
 
 
 def test_python(pretrain, folder, monkeypatch):
+    """Each piece of Python runs, and every command reads what the loop has saved."""
     pretrain("--epochs", "0", name="mae_shapes")
     monkeypatch.setattr(datasets, "CIFAR10", lambda root, transform, download: datasets.FakeData(
         64, (3, 32, 32), transform=transform))
     exec(LOOP, names := {"vit": vit})
-    exec(MODELS + FORWARD, names)
-    words = ["--checkpoint", "encoder.pth", "--data", str(folder), "--img_size", "32"]
-    finetune.main([*words, "--mode", "knn"])
-    finetune.main([*words, "--epochs", "0", "--name", "mae_shapes_finetune"])
+    exec(MODELS, names)
+    words = ["--data", str(folder), "--epochs", "0"]
+    rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
+    assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
+    started = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
+    assert torch.equal(started["model"]["encoder.norm.weight"],
+                       torch.load("own.pt")["model"]["encoder.norm.weight"])
+    finetune.main(["--checkpoint", "own.pt", *words, "--name", "mae_shapes_finetune"])
+    write_pictures(Path("photos"), "x", 1, side=50)
+    Path("photos/x/0.png").rename("photo.jpg")
     exec(CLASSIFIER, names)
-    assert len(names["classes"]) == 8
+    assert names["name"] in ("a", "b") and names["photo"].shape == (3, 32, 32)
+
+
+def test_forks(pretrain, monkeypatch):
+    """Both examples train, and are evaluated, by the commands; the first has MAE's flags, and mixes
+    the maps by its weights."""
+    exec(INTER_BLOCK, names := {"__name__": "interblock"})
+    exec(SIMMIM, names := names | {"vit": vit})
 
     class SimMIM(train.MAE):
-        small, forward = {}, names["forward"]
+        small, small_model, forward = {}, {}, names["forward"]
 
         def __init__(self, *, mask_ratio=0.5, **sizes):
             super().__init__(**sizes, mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2)
             self.head = torch.nn.Linear(16, 48)
+    cls = names["InterBlockMAE"]
     monkeypatch.setitem(train.METHODS, "simmim", SimMIM)
-    assert pretrain("--method", "simmim", name="simmim", own=[])["history"][-1]["loss"] > 0
+    monkeypatch.setitem(train.METHODS, "interblock", cls)
+    for name, own in (("simmim", []), ("interblock", DECODER)):
+        assert pretrain("--method", name, name=name, own=own)["history"][-1]["loss"] > 0
+        assert train.main(["--eval", f"runs/{name}", "--mask_ratios", "0.75"])
+    assert train.method_arguments(cls) == train.method_arguments(train.MAE)
+    model, images = cls(16, 4, dim=16, depth=2, heads=2), torch.randn(2, 3, 16, 16)
+    ids = torch.tensor([[3, 1], [0, 2]])                               # (B, K)
+    maps = model.encoder.layers(model.encoder.embed(images, ids))
+    mix = sum(w * f for w, f in zip(model.map_weights, maps))
+    assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)
 
 
 def test_a_method_needs_its_file_and_vit_alone():
-    """Of this project it imports nothing else, nor does vit.py."""
+    """It imports nothing else from this project; vit.py imports nothing."""
     own = {path.stem for path in ROOT.glob("*.py")} | {"tests"}
     for name in ("vit", *train.METHODS):
         imported = set()
@@ -81,8 +109,8 @@ def test_commands_and_links(monkeypatch):
 
 
 def test_the_papers_tables_as_flags(monkeypatch):
-    """Each row of flags is parsed with the command above it, and its model built: weights are left
-    as they come, and of the data there is the size alone."""
+    """Each row of flags is parsed with the command above it, and its model is built, without data
+    and without initialising weights."""
     sides, built = {"cifar10": 32, "/data/tiny-imagenet": 64}, []
     for name in ("kaiming_uniform_", "xavier_uniform_", "uniform_", "normal_", "trunc_normal_"):
         monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **options: tensor)
@@ -101,6 +129,7 @@ def test_the_papers_tables_as_flags(monkeypatch):
     monkeypatch.setattr(train, "compare", lambda args: built.append(built[-1]))
     monkeypatch.setattr(train, "read", lambda *_: {"config": {}})
     monkeypatch.setattr(train, "teacher_of", lambda *_: (vit.SIZES["tiny"], None))
+    monkeypatch.setattr(torch.nn.ModuleDict, "load_state_dict", lambda *_: None)     # the teacher's
     monkeypatch.setattr(finetune, "read", lambda *_: built[-1])
     monkeypatch.setattr(finetune, "initialize", lambda *_: [])
 

@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import finetune
@@ -15,162 +17,138 @@ import train
 from tests import results, tables
 from tests.conftest import ROOT, write_pictures
 
-WORDS = ["--data", "data/tiny", "--other", "shapes", "--epochs", "1", "--device", "cpu",
-         "--batch_size", "16", "--only", "untrained", "--seeds", "3", "--out", "out.jsonl"]
-TUNED = dict(top1=50.0, train_minutes=0.5)
+WORDS = ["--data", "data/tiny", "--other", "data/more", "--epochs", "1", "--batch_size", "16",
+         "--only", "untrained", "--seeds", "3", "--out", "out.jsonl"]
+FOLDER = "runs/results/data-tiny-ViT-micro-1-epochs-batch_size-16/3"
+LINES = results.read_lines(ROOT / "tests/results.jsonl")
 
 
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """The commands that have been run, in a folder with tiny data: pretraining in a process of its
-    own, nearest neighbours and PSNR in this one, which has imported torch. Fine-tuning and PSNR on
-    other data are left out."""
+def test_continues_where_it_stopped(monkeypatch, tmp_path):
+    """In a folder with tiny images, and in this process, which has imported torch. Fine-tuning is
+    left out."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    Path("train.py").symlink_to(ROOT / "train.py")
-    for split, n in (("train", 16), ("val", 4)):
-        write_pictures(Path("data/tiny", split), "ab", n)
-    real, done = results.run, []
+    for folder in ("data/tiny/train", "data/tiny/val", "data/more/train", "data/more/val"):
+        write_pictures(Path(folder), "ab", 16, side=(16, 24))
+    real, done, out, stop = results.run, [], Path("out.jsonl"), True
 
     def process(words, **options):
-        if "--epochs" in words:
-            return subprocess.run(words, **options)
-        with redirect_stdout(io.StringIO()) as out:
+        with redirect_stdout(io.StringIO()) as printed:
             {"train.py": train, "finetune.py": finetune}[words[1]].main(words[2:])
-        return SimpleNamespace(stdout=out.getvalue(), returncode=0)
-    monkeypatch.setattr(results, "subprocess", SimpleNamespace(
-        run=process, PIPE=subprocess.PIPE, getoutput=subprocess.getoutput))
+        return SimpleNamespace(stdout=printed.getvalue())
 
     def run(command):
-        done.append(command)
-        if "--data shapes" in command:
-            return dict(psnr=lines()[-1]["numbers"]["psnr"], printed=["mean over 8 of shapes"])
-        return TUNED if "--eval_every" in command else real(command)
-    monkeypatch.setattr(results, "run", run)
-    return done
-
-
-def lines():
-    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-
-
-def test_goes_on_where_it_stopped(commands, capsys):
-    real = results.run
-
-    def stop_at_linear(command):
-        if "linear" in command:
+        if stop and "linear" in command:
             raise KeyboardInterrupt
-        return real(command)
-    results.run = stop_at_linear                           # monkeypatch puts the first one back
+        done.append(command)
+        return {"top1": 50.0} if "--eval_every" in command else real(command)
+    monkeypatch.setattr(results, "subprocess", SimpleNamespace(
+        run=process, PIPE=None, getoutput=subprocess.getoutput))
+    monkeypatch.setattr(results, "run", run)
+    other = dict(table="other", encoder="untrained", column="20-NN", seed=3)
+    out.write_text(json.dumps(other) + "\n")
     with pytest.raises(KeyboardInterrupt):
         results.main(WORDS)
-    assert [line["column"] for line in lines()] == [
-        "pretraining", "20-NN", "PSNR on data/tiny", "PSNR on shapes"]
-    results.run = real
+    assert [line["column"] for line in results.read_lines(out)[1:]] == [
+        "pretraining", "20-NN", "PSNR on data/tiny", "PSNR on data/more"]
+    stop = False
     results.main(WORDS)
-    assert commands.pop(4) == commands[0]                  # which was finished
-    assert [line["command"] for line in lines()] == commands and len({*commands}) == 8
-    numbers = lines()[2]["numbers"]
-    rows = train.main(commands[2].split()[2:])             # what the command itself returns
-    assert len(rows) == len(numbers["psnr"]) == 9
-    for row, read in zip(rows, numbers["psnr"]):
-        assert read == {key: pytest.approx(row[key], abs=1e-3) for key in read}
-    assert lines()[0]["numbers"]["train_minutes"] == 0
+    assert done.pop(4) == done[0]                          # which had been finished
+    lines = results.read_lines(out)[1:]
+    assert [line["command"].replace("{runs}", FOLDER) for line in lines] == done
+    assert len({*done}) == 8
+    rows = train.main(done[2].split()[2:])                 # what the command itself returns
+    psnr, numbers = {f"{row['mask']} {row['mask_ratio']}": row for row in rows}, lines[2]["numbers"]
+    assert numbers.keys() == {*results.CONDITIONS, "block 0", "block 1", "block sum"}
+    assert 0 < numbers["block 0"]["share of visible"] < 1
+    for label in results.CONDITIONS:
+        for part in ("masked", "decoded"):
+            assert numbers[label][part] == pytest.approx(psnr[label][f"psnr_{part}"], abs=1e-3)
 
-    Path(commands[1].split("--checkpoint ")[1].split()[0]).unlink()
+    Path(FOLDER, "untrained", "last.pt").unlink()
     results.main(WORDS)                                    # nothing is left that would need it
-    assert len(commands) == 8
-    Path("out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()[:-1]))
-    results.run = lambda command: commands.append(command) or TUNED
+    assert len(done) == 8
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
     results.main(WORDS)
-    assert commands[8:] == [commands[0], commands[7]]      # trained again, for what is missing
-
-    results.main(["--table", "--out", "out.jsonl"])        # from the file alone
-    printed = capsys.readouterr().out
-    hidden = numbers["psnr"][1]["psnr_masked"]
-    assert "### PSNR on data/tiny (data/tiny, ViT-micro, 1 epochs of pretraining --batch" in printed
-    assert "mean over 8 validation images" in printed and f"{hidden:.2f} (seed 3) / " in printed
-    assert "| 50.0 (seed 3) | 50.0 (seed 3) | 0 |" in printed
+    assert done[8:] == [done[0], done[7]]                  # trained again, for what is missing
 
 
-def test_the_commands_of_all_encoders(monkeypatch, tmp_path):
-    """Of two seeds: a student's teacher is trained first, with that seed. What is begun goes on."""
+def test_the_commands(monkeypatch, tmp_path):
+    """Today's commands are those of the results, except for the oldest ones. A teacher is trained
+    first, with the same seed; other learning rates are tried on one seed."""
+    for line in LINES:
+        if "29b0be4" not in line["made"] and "dba370e" not in line["made"]:
+            data, size, epochs, more = re.match(
+                r"(.*), ViT-(\w+), (\d+) epochs ?(.*)", line["table"]).groups()
+            args = SimpleNamespace(data=data, other="shapes", size=size, epochs=epochs,
+                                   pretraining=more.split(), finetune_epochs=3,
+                                   columns=["20-NN", "PSNR", *results.TUNED])
+            encoder = line["encoder"]
+            assert (encoder, line["column"], line["command"]) in [
+                *results.commands(args, encoder, line["seed"])]
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(results, "run", lambda command: asked.append(command) or TUNED)
-    results.main("--data ten --epochs 4 --finetune_epochs 2 --processes 2 --only imae scratch "
-                 "--seeds 5 6 --mask_ratio 0.5 --out new/out.jsonl".split())
-    runs, start = "runs/results/ten-ViT-micro-4-epochs-mask_ratio-0.5/5", (
-        "torchrun --standalone --nproc_per_node 2 ")
-    one = f"--data ten --size micro --epochs 4 --seed 5 --runs {runs} --name "
-    psnr = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
-    last, tail = f"--checkpoint {runs}/imae/last.pt", f"--seed 5 --runs {runs} --name "
-    wanted = [
-        f"{start}train.py --method mae --mask_ratio 0.5 {one}mae",
-        f"{start}train.py --method imae --teacher {runs}/mae/last.pt --mask_ratio 0.5 {one}imae",
-        f"{start}finetune.py --mode knn {last} --data ten --seed 5",
-        f"python train.py --eval {runs}/imae/last.pt --data ten {psnr}",
-        f"python train.py --eval {runs}/imae/last.pt --data shapes {psnr}"]
-    for source, name in ((last, "imae"), ("--mode scratch --size micro", "scratch")):
-        for words, epochs, column in (("--mode linear", 4, "linear"), (
-                "--labels 0.01 --batch_size 24", 12, "1"), ("--labels 0.1", 8, "10"),
-                ("--mode finetune" * (name == "imae"), 2, "100")):
-            if (name, column) != ("scratch", "linear"):
-                command = (f"{start}finetune.py {source} {words} --data ten --epochs {epochs} "
-                           f"--eval_every {epochs} {tail}{name}_{column}_{epochs}")
-                wanted.append(" ".join(command.split()))
-    assert asked[:12] == wanted
-    assert asked[12:] == [c.replace("--seed 5", "--seed 6").replace(f"{runs}", f"{runs[:-1]}6")
-                          for c in wanted]
-    out = Path("new/out.jsonl")
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[1:-1]))
-    results.main("--data ten --epochs 4 --finetune_epochs 2 --processes 2 --only imae scratch "
-                 "--seeds 5 6 --mask_ratio 0.5 --out new/out.jsonl".split())
-    assert asked[24:] == [wanted[0], wanted[1], asked[23]]             # the teacher, at least
-    with out.open("a") as file:
-        file.write('{"table": ')
-    with pytest.raises(SystemExit, match="new/out.jsonl, line 25, is not whole"):
-        results.main(["--table", "--out", "new/out.jsonl"])
+    monkeypatch.setattr(results, "run", lambda command: asked.append(command) or {"top1": 1.0})
+    results.main("--data ten --epochs 4 --only imae scratch_ginr ginr_2e-3_clip --columns 20-NN "
+                 "linear 100% --seeds 5 6 --mask_ratio 0.5 --out new/out.jsonl".split())
+    first = ["mae", "imae", "5", "imae_linear_6", "imae_100_3", "ginr", "scratch_ginr_100_3"]
+    assert [command.split()[-1] for command in asked] == [
+        *first, "ginr_2e-3_clip", *first[:2], "6", *first[3:]]
+    runs = "runs/results/ten-ViT-micro-4-epochs-mask_ratio-0.5/5"
+    assert asked[1] == (
+        f"python train.py --method imae --teacher {runs}/mae/last.pt --mask_ratio 0.5 --data ten "
+        f"--size micro --epochs 4 --seed 5 --runs {runs} --name imae")
 
 
-def test_what_a_command_gives(monkeypatch, tmp_path, refused):
-    """The last row of its log, and the time of all of them. It resumes, but not another command's
-    run, and ends with what fails."""
+def test_what_a_command_gives(monkeypatch, tmp_path):
+    """The numbers are those of the log or those printed. A run is resumed, unless its folder
+    belongs to another command."""
     monkeypatch.chdir(tmp_path)
-    words, code = [], 0
+    words, log = [], [{"lr": 0.5, "psnr_masked": 1.0}, {"lr": 0.1, "psnr_masked": 2.0004}]
+    r2 = [{"alpha": alpha, "psnr": 9.0, "branch dominant": -0.25} for alpha in (0.4, 0.35)]
+    printed = f"a/last.pt: 7 mixtures\n{train.as_table(r2)}\nsee     a/eval.png: original"
 
-    def process(command, **options):
-        words.append(command)
-        Path("runs/a/log.jsonl").write_text('{"train_s": 60, "top1": 1}\n'
-                                            '{"train_s": 30, "top1": 2}\n')
-        return SimpleNamespace(stdout="top1 3.25, top5 9", returncode=code)
+    def process(command, check, **options):
+        words.append(command[1:])
+        assert check                                       # a failure stops everything
+        if "--runs" in command:
+            Path("runs/a/log.jsonl").write_text("\n".join(map(json.dumps, log)))
+        return SimpleNamespace(stdout=printed if "--eval" in command else "top1 3.25, top5 9")
     monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=process, PIPE=None))
     command = "python train.py --runs runs --name a"
     for _ in range(2):
-        assert results.run(command) == {"train_s": 30, "top1": 2, "train_minutes": 1.5}
-        assert words[-1] == [*command.split(), "--resume"]
+        assert results.run(command) == {"psnr_masked": 2.0, "lr": 0.5}
+        assert words[-1] == [*command.split()[1:], "--resume"]
+    with pytest.raises(SystemExit, match="runs/a belongs to another command: python train.py --ru"):
+        results.run("python train.py --lr 1 --runs runs --name a")
+    log[-1]["top1"] = 50.0
+    assert results.run(command) == {"top1": 50.0}
     assert results.run("python finetune.py --mode knn") == {"top1": 3.25}
     assert "--resume" not in words[-1]
-    with pytest.raises(SystemExit, match="runs/a is of another command: python train.py --runs"):
-        results.run("python train.py --lr 1 --runs runs --name a")
-    code = 3
-    with pytest.raises(SystemExit, match="exit code 3 of python train.py"):
-        results.run(command)
-    refused(results.main, ["--table", "--out", "gone.jsonl"], "gone.jsonl has no results")
-    Path("empty.jsonl").touch()
-    refused(results.main, ["--table", "--out", "empty.jsonl"], "empty.jsonl has no results")
+    assert results.run("python train.py --eval a/last.pt") == {
+        "alpha 0.4": {"psnr": 9.0, "branch dominant": -0.25}}
 
 
-def test_commands_in_the_file():
-    for record in results.read_lines(ROOT / "tests/results.jsonl"):
-        words = record["command"].split()
-        assert words[0] in ("python", "torchrun")
-        assert not any(word.startswith(("/", "~")) for word in words)
+def test_lines_and_claims_fit_together():
+    """Each result has one line, of an encoder that tests/results.py trains. Claims and sentences
+    name encoders and columns that exist."""
+    names = {*results.PRETRAINED, *results.SOURCES}
+    keys = [tuple(line[key] for key in ("table", "encoder", "column", "seed")) for line in LINES]
+    assert len(keys) == len({*keys}) and {key[1] for key in keys} <= names | {*results.SWEEP}
+    assert {*tables.NAMES} == names | {"ginr_clip", "transinr_clip"}
+    asked = re.findall(r"^\| .* \| (.* > .*?) \| (.*?) \|", tables.TEXT, re.M)
+    asked += re.findall(r"{.*? \| (.*?) \| (.*?)}", tables.TEXT)
+    for comparison, columns in asked:
+        for side in re.split(" [>?] ", comparison):
+            name, _, part = side.partition(": ")
+            assert name in tables.CODES
+            for column in columns.split(", "):
+                assert f"{column} {part}".strip() in sum(map(list, tables.TABLES.values()), [])
+    assert len(asked) > 40
 
 
-def test_printed_results_are_up_to_date(tmp_path):
-    names = ("README.md", "tests/results.jsonl", "tests/RESULTS.md")
+def test_results_are_up_to_date(tmp_path):
     (tmp_path / "tests").mkdir()
+    names = ("README.md", "tests/results.jsonl", "tests/RESULTS.md")
     for name in names:
         shutil.copy(ROOT / name, tmp_path / name)
     tables.main(tmp_path / "tests")
@@ -179,105 +157,109 @@ def test_printed_results_are_up_to_date(tmp_path):
             f"{name}: python -m tests.tables")
 
 
-@pytest.mark.parametrize("differences, verdict", [
-    ([1.0, 1.2, 0.8], "holds"), ([-1.0, -1.2, -0.8], "fails"),
-    ([3.0, 3.0, -0.1], "cannot be told"), ([0.1, 1.0, 2.0], "cannot be told"),
-    ([1.0, 2.0, 3.0], "cannot be told"),                   # 2 is not more than 2 x 1
-    ([0.0, 0.0, 0.0], "cannot be told"), ([5.0, 5.0], "2 of 3 seeds so far"),
-    ([], "0 of 3 seeds so far")])
-def test_the_rule(differences, verdict):
-    assert tables.verdict(dict(enumerate(differences))) == verdict
+@pytest.mark.parametrize("differences, column, verdict", [
+    ([1.0, 1.2, 0.8], "1%", "supported"), ([-1.0, -1.2, -0.8], "1%", "contradicted"),
+    ([3.0, 3.0, -0.1], "1%", "inconclusive"), ([1.0, 2.0, 3.0], "1%", "inconclusive"),  # 2 = 2 x 1
+    ([0.5] * 3, "linear", "inconclusive"), ([-0.4, -0.4, -0.41], "20-NN", "inconclusive"),
+    ([0.01] * 3, "block 0.75 masked", "inconclusive"), ([0.03] * 3, "lr 0.002", "supported"),
+    ([0.01] * 3, "block 0 masked", "supported"), ([0.004] * 3, "alpha 0.2", "inconclusive"),
+    ([5.0, 5.0], "1%", "2 of 3 seeds so far"), ([], "1%", "0 of 3 seeds so far")])
+def test_the_rule(differences, column, verdict):
+    floor = tables.precision(column)[1]
+    assert tables.verdict(dict(enumerate(differences)), floor) == verdict
 
 
 @pytest.mark.parametrize("values, text", [
-    ([], ""), ([61.08], "61.1 (seed 0)"), ([60.0, 61.0], "60.5 ± 0.7 (seeds 0, 1)"),
+    ([], ""), ([61.08], "61.1 (seed 0)"), ([60.0, 61.0], "60.5 ± 0.7 (seed 0, 1)"),
     ([60.0, 61.0, 62.0], "61.0 ± 1.0")])
 def test_a_cell(values, text):
     assert tables.cell(dict(enumerate(values)), 1) == text
 
 
-def line(encoder, column, seed, commit="abc", table="cifar10, ViT-tiny, 9 epochs", **numbers):
-    return dict(table=table, encoder=encoder, column=column, seed=seed, command="", commit=commit,
-                date="2026-11-22", torch="2", machine="CPU", numbers=numbers)
+def line(encoder, column, seed, table="cifar10, ViT-tiny, 9 epochs", **numbers):
+    return dict(table=table, encoder=encoder, column=column, seed=seed, made="then and there",
+                numbers=numbers)
 
 
-def test_a_claim_is_paired_by_seed_and_the_last_line_counts():
-    file = [line("mae", "1% (18 epochs)", 0, commit="f00d", top1=0)]
-    file += [line("mae", "1% (18 epochs)", seed, top1=40 + seed) for seed in (2, 0, 1)]
-    file += [line("scratch", "1% (18 epochs)", seed, top1=30 + 1.1 * seed) for seed in range(3)]
-    file += [line("mae", "pretraining", seed, train_minutes=m) for seed, m in enumerate((9, 6, 7))]
-    file += [line("mae", "20-NN", seed, top1=1.0) for seed in range(4)]
-    file += [line("mae", "20-NN", 0, table="shapes, ViT-tiny, 9 epochs", top1=77.0)]
-    text = tables.report(file)
-    assert ("| pretraining helps | MAE above from scratch | 1% (18 epochs) | none | +10.00, +9.90, "
-            "+9.80 | +9.90 ± 0.10 | holds |") in text
-    four = "1.0 ± 0.0 (seeds 0, 1, 2, 3)"
-    assert f"| MAE | {four} |  | 41.0 ± 1.0 |  |  | 6 |" in text and "f00d" not in text
-    assert text.index(four) < text.index("(shapes, ViT-tiny") < text.index("77.0 (seed 0)")
-    assert " Seed 0, 1, 2, 3: CPU; torch 2; commit abc; 2026-11-22." in text
+def test_what_is_made_of_the_lines():
+    """Differences are paired by seed, and the last line of a result counts."""
+    lines = [line("mae", "1% (18 epochs)", seed, top1=top1)
+             for seed, top1 in ((0, 0), (2, 42), (0, 40), (1, 41))]
+    lines += [line("scratch", "1% (18 epochs)", seed, top1=30 + 1.1 * seed) for seed in range(3)]
+    lines += [line("mae", "1% (9 epochs)", 0, table="ten, ViT-micro, 2 epochs", top1=77.0)]
+    lines += [line(name, "20-NN", 0, top1=5.0) for name in ("mae_joined", "ginr_mean")]
+    psnr = {"random 0.75": dict(masked=16.0, decoded=15.0), "block sum": dict(visible=0.5)}
+    lines += [line("ginr", f"PSNR on {data}", 0, **psnr) for data in ("cifar10", "shapes")]
+    lines += [line(f"mae{rate}", "pretraining", seed, lr=float(rate[1:] or 2e-3), psnr_masked=psnr)
+              for rate, seed, psnr in (("", 0, 18.0), ("", 1, 99.0), ("_4e-3", 0, 18.2))]
+    tiny, micro = tables.read_setups(lines)
+    assert tiny.judge("MAE > from scratch", "1%") == {"supported": ["+9.9 ± 0.1 (1%)"]}
+    assert tiny.judge("MAE, joined > from scratch", "20-NN, 1%") == {}
+    text = tables.tables(tiny)
+    assert "| encoder | readout | 20-NN | 1% (18 epochs) |" in text
+    for row in ("MAE | mean of patch tokens |  | 41.0 ± 1.0 |", "MAE, joined | patch tokens joined "
+                "| 5.0 (seed 0) |", "MINR, GINR, mean | weight tokens, mean | 5.0 (seed 0) |"):
+        assert f"| {row}" in text
+    assert "| MAE |  |  | 18.00 | **18.20** |" in text and "77" not in text
+    assert "PSNR of masked pixels on cifar10\n" in text and "| MINR, GINR | 26 | 16.00 " in text
+    assert "| MINR, GINR | 15.00 (seed 0) |" in text.split("decoded image on shapes")[1]
+    assert "| MINR, GINR | 0.500 (seed 0) |" in text.split("### Attention")[1]
+    assert tables.summary([micro, tiny]).splitlines()[2:] == [
+        "| MINR, GINR |  |  |  | 16.00 (seed 0) |  |  |"]
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
-        tables.report([*file, line("mae", "1% (9 epochs)", 0, top1=40)])
+        tables.read_setups([*lines, line("mae", "1% (9 epochs)", 0, top1=40)])
 
 
-def test_what_is_read_of_psnr_and_measures():
-    def row(mask, ratio, hidden):
-        return dict(mask=mask, mask_ratio=ratio, psnr_masked=hidden, psnr_decoded=hidden - 1)
-    rows = [row("random", 0.5, 20.0), row("random", 0.75, 18.5), row("random", 0.9, 16.0),
-            row("grid", 0.75, 19.0)]
-    printed = ["PSNR in dB, mean over 7 images", "  mix  psnr  branch dominant  control dominant",
-               "0.200  9.00           -0.010             0.400", "see     runs/unmix.png",
-               "block  visible  share of visible", "    0    0.030             0.252",
-               "  sum    0.055             0.252"]
-    record = line("imae", "PSNR on cifar10", 0, psnr=rows, printed=printed)
-    found = tables.quantities(record)
-    assert found["own random 0.75 decoded"] == 17.5 and found["change under grid"] == 0.5
-    assert found["fall from 0.5 to 0.75"] == 1.5 and found["fall from 0.75 to 0.9"] == 2.5
-    assert found["mix 0.2 branch dominant"] == -0.01 and found["mix 0.2 control dominant"] == 0.4
-    assert found["block sum visible"] == 0.055 and "block see visible" not in found
-    record["column"] = "PSNR on shapes"
-    assert "other grid 0.75 hidden" in tables.quantities(record)
-    assert "change under grid" not in tables.quantities(record)
+@pytest.mark.parametrize("name, size, thousands, tokens", [
+    ("mae", "tiny", 116, "mean of patch tokens"), ("mae_4", "micro", 207, "mean of patch tokens"),
+    ("hypermae", "tiny", 984, "mean of patch tokens"), ("ginr", "tiny", 26, "weight tokens joined"),
+    ("transinr", "micro", 38, "weight tokens joined"),
+    ("transinr", "tiny", 81, "weight tokens, mean")])
+def test_what_is_computed_from_the_classes(name, size, thousands, tokens):
+    assert tables.decoder(name, size) == str(thousands)
+    assert tables.readout(name, size) == tokens
 
 
-def test_claims_name_what_there_is():
-    """For each claim's encoders there are numbers in its columns: in the file or, of masks and of
-    linear maps, in what --eval prints of each model. Accuracy is taken to be there of all
-    pretrained encoders."""
-    assert {*tables.NAMES} == {*results.PRETRAINED, "scratch"} and {*tables.PAPERS} == {
-        *tables.CLAIMS}
-    setup = tables.read_setups(results.read_lines(ROOT / "tests/results.jsonl"))[0]
-    there = {key for key, values in setup.numbers.items() if values}
-    there |= {(name, column) for name in results.PRETRAINED
-              for column in (*tables.ROBUST, *tables.TOP1)}
-    there |= {("imae", f"mix {mix} {source}") for mix in (0.2, 0.4) for source in tables.R2}
-    for _, _, first, second, columns in sum(tables.CLAIMS.values(), []):
-        for column in columns:
-            a, b = (column, column) if isinstance(column, str) else column
-            assert (first, a) in there and ((second, b) in there or b == 0.5)
+def values(model, encoder, column):
+    """Return the numbers (3,) of seeds 0, 1 and 2, without tests/tables.py; NaN if missing."""
+    found = dict.fromkeys(range(3), np.nan)
+    for line in LINES:
+        if line["table"].startswith(f"data/cifar10, {model}") and line["encoder"] == encoder:
+            if line["column"].split(" (")[0] == column:
+                found[line["seed"]] = line["numbers"]["top1"]
+            elif line["column"] == "PSNR on data/cifar10":
+                for name, row in line["numbers"].items():
+                    found |= {line["seed"]: row[p] for p in row if f"{name} {p}" == column}
+    return np.array([*found.values()])
 
 
-def test_the_tables_of_the_readme(monkeypatch):
-    """A column for each budget, and a table; of methods, not of their variants."""
-    monkeypatch.setattr(tables, "CLAIMS", {"MAE": [
-        ("helps", "none", "mae", "scratch", tables.SHARES),
-        ("rises", "none", "imae", "mae", ["1%"])]})
-    small, large = "cifar10, ViT-micro, 9 epochs", "cifar10, ViT-tiny, 50 epochs --batch_size 512"
-    file = [line(name, f"{share} (2 epochs)", seed, table=small, top1=n * way)
-            for share, way, seeds in (("1%", 1, 3), ("10%", -1, 3), ("100%", 1, 2))
-            for seed in range(seeds) for name, n in (("mae", 5 + 0.1 * seed), ("scratch", 7))]
-    file += [line("mae", "10% (2 epochs)", seed, table=large, top1=10 * seed) for seed in range(3)]
-    file += [line(name, "10% (2 epochs)", seed, table=large, top1=9)
-             for name in ("scratch", "crossmae_last") for seed in range(3)]
-    setups = tables.read_setups(file)
-    assert tables.verdicts(setups) == (
-        "| claim | A above B | ViT-micro, 9 epochs | ViT-tiny, 50 epochs |\n"
-        "| --- | --- | --- | --- |\n| MAE: helps | MAE above from scratch | **fails** 1%; "
-        "**holds** 10%; **2 of 3 seeds so far** 100% | **cannot be told** 10% |\n")
-    heads = "| PSNR, hidden / decoded | 20-NN | 1% | 10% | 100% |\n"
-    assert tables.summary(setups) == (
-        f"| ViT-micro, 9 epochs {heads}{'| --- ' * 6}|\n"
-        "| MAE |  |  | 5.1 ± 0.1 | -5.1 ± 0.1 | 5.0 ± 0.1 (seeds 0, 1) |\n"
-        "| from scratch |  |  | 7.0 ± 0.0 | -7.0 ± 0.0 | 7.0 ± 0.0 (seeds 0, 1) |\n\n"
-        f"| ViT-tiny, 50 epochs {heads}{'| --- ' * 6}|\n| MAE |  |  |  | 10.0 ± 10.0 |  |\n"
-        "| from scratch |  |  |  | 9.0 ± 0.0 |  |\n")
-    assert "above MAE" not in tables.report(file) and "### Claims: MAE" in tables.report(file)
+@pytest.mark.parametrize("template", re.findall(r"^.*{ViT.*$", tables.TEXT, re.M))
+def test_the_numbers_of_a_sentence(template):
+    """They are computed once more. A sentence appears if and only if all of them are clear."""
+    clear = True
+
+    def numbers(found):
+        nonlocal clear
+        model, sides, columns = found[1].split(" | ")
+        texts, sign = [], re.search(" [>?] ", sides)[0]
+        for column in columns.split(", "):
+            a, b = (values(model, tables.CODES[name], " ".join([column, *part])) for name, *part in
+                    (side.split(": ") for side in sides.split(sign)))
+            places, floor = ((1, 0.5) if column in ("20-NN", "linear", "1%", "10%", "100%") else
+                             (3, 0.005) if column.startswith(("alpha", "block s")) else (2, 0.02))
+            mean, std = (a - b).mean(), (a - b).std(ddof=1)
+            told = abs(mean) > floor and abs(mean) > 2 * std
+            if sign == " ? " and told:
+                texts.append(f"{mean:+.{places}f} ± {std:.{places}f} ({column})")
+            elif sign == " > ":
+                clear &= bool(told and mean > 0)
+                texts.append(f"{mean:.{places}f} ± {std:.{places}f}")
+        if len(texts) > 3 and sign == " > ":
+            means = sorted(float(text.split()[0]) for text in texts)
+            return f"{means[0]:.{places}f} to {means[-1]:.{places}f}"
+        texts.sort(key=lambda text: text[0] == "-")        # better ones first
+        return re.sub(r"(.*), ", r"\1 and ", ", ".join(texts)) or "none"
+
+    sentence = re.sub(r"{(.*?)}", numbers, template)
+    assert (f". {sentence}\n" in tables.TEXT) == clear
+    assert clear or f". {template[:60]}" not in tables.TEXT

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from mae import MAE
-from tests.conftest import ROOT
+from minr import MINR
+from tests.conftest import ROOT, same
 from tests.golden import load
-from vit import (SIZES, Block, ViT, denormalize, from_released, gather_patches, mask_noise, masking,
-                 normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, to_released,
-                 transfer, unpatchify, visible_count)
+from vit import (SIZES, Block, ViT, denormalize, from_released, mask_noise, masking, normalize,
+                 pair, patchify, per_channel, resize_pos_embed, sincos_pos_embed, sizes_of,
+                 to_released, transfer, unpatchify, visible_count)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
@@ -22,24 +24,34 @@ def test_patchify_and_back(channels, size, patch_size, grid):
     patches = patchify(images, patch_size)
     assert patches.shape[1] == math.prod(grid)
     assert torch.equal(unpatchify(patches, patch_size, grid), images)
-    with pytest.raises(ValueError, match="9x8 .* patch_size 4x4"):
-        patchify(torch.zeros(1, 3, 9, 8), 4)
-    with pytest.raises(ValueError, match=r"\(1, 4, 48\) do not fit \(2, 3\)"):
-        unpatchify(torch.zeros(1, 4, 48), 4, (2, 3))
 
 
 def test_normalize_and_back():
-    """Images, by channel."""
+    """By channel, with constants that are copied to each device only once."""
     raw = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
     images = normalize(raw, MAE)
     assert torch.allclose(denormalize(images, MAE), raw / 255, atol=1e-6)
     assert images[0, 1, 2, 3] == pytest.approx((raw[0, 1, 2, 3] / 255 - 0.456) / 0.224)
     assert torch.equal(normalize(raw.float(), MAE), images)
     assert denormalize(images * 100, MAE).aminmax() == (0, 1)
+    assert torch.equal(normalize(raw, MINR), raw / 255)
+    assert normalize(raw.to("meta"), MAE).is_meta and torch.equal(normalize(raw, MAE), images)
+    assert per_channel(MAE.mean, raw.device) is per_channel(MAE.mean, raw.device)
+
+
+def test_positions():
+    """Each half of the channels has sines, then cosines: of the column, then of the row."""
+    table = sincos_pos_embed(12, (2, 3))
+    assert table.shape == (1, 7, 12) and not table[0, 0].any()
+    for y in range(2):
+        for x in range(3):
+            angles = [[place * 10000 ** (-i / 3) for i in range(3)] for place in (x, y)]
+            wanted = [f(a) for part in angles for f in (math.sin, math.cos) for a in part]
+            assert table[0, 1 + 3 * y + x].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_resized_positions():
-    """Bicubic: a cubic's weights (a = -0.75) of the four neighbours, clamped at the border."""
+    """Bicubically: four neighbours, weighted by a cubic (a = -0.75), clamped at the border."""
     table = sincos_pos_embed(16, (4, 4))
     assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
     resized = resize_pos_embed(table, (4, 4), (6, 3))
@@ -58,18 +70,18 @@ def test_resized_positions():
 
 
 def test_visible_patches():
-    """How many, and, of equal noise, the first ones."""
+    """Their number, and that ties are visible in raster order."""
     for L, ratio, K in ((196, 0.75, 49), (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)):
         assert visible_count(L, ratio) == K
     for ratio in (-0.1, 0.0, 1.0, 75.0):
-        with pytest.raises(ValueError, match=f"mask_ratio {ratio} is not between 0 and 1"):
+        with pytest.raises(ValueError, match=f"mask_ratio {ratio} must be between 0 and 1"):
             visible_count(196, ratio)
     assert masking(torch.zeros(1, 999), 0.5)[0][0].tolist() == [*range(499)]
 
 
 def test_patterns_of_noise():
-    """"grid" keeps one of every four patches, "block" hides regions; a generator is all there is to
-    it."""
+    """"grid" keeps one of every four patches, "block" masks regions. All draws are from the
+    generator."""
     mask = masking(mask_noise("grid", 3, (8, 6)), 0.75)[2].view(3, 8, 6)
     assert not mask[:, ::2, ::2].any() and mask.sum() == 3 * 36
     alike = {}
@@ -86,15 +98,15 @@ def test_patterns_of_noise():
 
 
 def test_area_of_block_masks():
-    """The rectangle that is hidden first covers 10 to 40% of the image, of any aspect from 0.3 to
-    its inverse, where no border cuts it."""
-    noise = mask_noise("block", 400, (40, 40), generator=torch.Generator().manual_seed(0))
-    first = noise.view(400, 40, 40).floor()
+    """The rectangle masked first covers 10 to 40% of the image, with any aspect from 0.3 to its
+    inverse, unless the border clips it."""
+    noise = mask_noise("block", 400, (32, 48), generator=torch.Generator().manual_seed(0))
+    first = noise.view(400, 32, 48).floor()
     first = first == first.amax((1, 2), keepdim=True)
     rows, cols = first.any(2), first.any(1)                # (B, h), (B, w)
     whole = ~(rows[:, 0] | rows[:, -1] | cols[:, 0] | cols[:, -1])
     area = first.float().mean((1, 2))[whole]
-    aspect = (rows.sum(1) / cols.sum(1))[whole].log()
+    aspect = (rows.float().mean(1) / cols.float().mean(1))[whole].log()
     assert 0.08 < area.min() < 0.13 and 0.3 < area.max() < 0.43 and len(area) > 50
     assert -1.3 < aspect.min() < -0.9 and 0.9 < aspect.max() < 1.3     # log 0.3 is -1.2
 
@@ -104,18 +116,8 @@ def vit(**options):
                   **options})
 
 
-def test_embedding_is_the_convolution_and_visible_only_is_the_same():
-    model, images = vit(), torch.randn(3, 5, 8, 12)
-    proj = model.patch_embed["proj"]
-    wanted = F.conv2d(images, proj.weight, proj.bias, stride=(2, 4)).flatten(2).transpose(1, 2)
-    tokens = model.embed(images)
-    assert torch.allclose(tokens, wanted + model.pos_embed[:, 1:], atol=1e-5)
-    ids = torch.rand(3, 12).argsort(1)[:, :5]
-    assert torch.allclose(model.embed(images, ids), gather_patches(tokens, ids), atol=1e-6)
-
-
 def test_features():
-    """The last block's output through the norm, if there is one; the same in training."""
+    """The last block's output after the norm, if there is one; the same in training."""
     images = torch.randn(2, 5, 8, 12)
     for model in (vit().train(), vit(norm=False).train()):
         maps = model.layers(model.embed(images))
@@ -125,7 +127,7 @@ def test_features():
 
 
 def test_drop_path():
-    """It skips, only in training."""
+    """It skips layers, only in training."""
     torch.manual_seed(0)
     block, x = Block(16, 2, drop_path=0.5), torch.randn(64, 3, 16)
     unchanged = (block(x) == x).all(-1).all(-1).float().mean()
@@ -135,29 +137,37 @@ def test_drop_path():
         [0, 0.1, 0.2])
 
 
-def test_initialisation():
-    model = ViT(32, 4, 3, 64, 1, 4)
-    for weight, fans in ((model.blocks[0].attn.qkv.weight, 64 + 192),  # as one matrix
-                         (model.patch_embed["proj"].weight, 48 + 64)):
-        limit = math.sqrt(6 / fans)
-        assert limit * 0.98 < weight.abs().max() <= limit
-    assert not model.blocks[0].attn.qkv.bias.any() and model.patch_embed["proj"].bias.any()
-    assert 0.01 < model.cls_token.std() < 0.03
+def test_initial_weights():
+    """Drawn as when the patch embedding was a convolution, so that a seed gives the same weights:
+    Xavier-uniform (qkv as one matrix), with zero biases except for PyTorch's default there."""
+    torch.manual_seed(0)
+    model = vit()
+    torch.manual_seed(0)
+    cls_token, conv = torch.empty(1, 1, 16).normal_(std=0.02), nn.Conv2d(5, 16, (2, 4), (2, 4))
+    blocks = nn.ModuleList(Block(16, 2) for _ in range(2))
+    for linear in blocks.modules():
+        if isinstance(linear, nn.Linear):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+    nn.init.xavier_uniform_(conv.weight.data.view(16, -1))
+    assert torch.equal(model.patch_embed.weight, conv.weight.permute(0, 2, 3, 1).flatten(1))
+    assert torch.equal(model.patch_embed.bias, conv.bias)
+    assert torch.equal(model.cls_token, cls_token)
+    assert same(model.blocks.state_dict(), blocks.state_dict())
+    assert vit(extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("options, words", [
-    (dict(dim=18), "dim 18 is not a multiple of 4"),
-    (dict(img_size=(8, 13)), "img_size 8x13 is not a multiple of patch_size 2x4.* 8x12 and 8x16")])
-def test_what_does_not_fit(options, words):
-    with pytest.raises(ValueError, match=words):
-        vit(**options)
-    with pytest.raises(ValueError, match=r"\(2, 3, 8, 12\) for a model of \(5, 8, 12\)"):
-        vit()(torch.randn(2, 3, 8, 12))
-    with pytest.raises(ValueError, match=r"noise of shape \(2, 9\) for 2 images of 12 patches"):
-        vit().mask(torch.randn(2, 5, 8, 12), torch.rand(2, 9), 0.5)
-    for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"):
-        with pytest.raises(ValueError, match="is not a size in pixels"):
-            pair(size)
+def test_what_does_not_fit():
+    images, noise = torch.randn(2, 3, 8, 12), torch.rand(2, 9)
+    for call, words in (
+            (lambda: vit(dim=18), "dim 18 must be a multiple of 4"),
+            (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4.* 8x12 and 8x16"),
+            (lambda: vit()(images), r"\(2, 3, 8, 12\) for a model of \(5, 8, 12\)"),
+            (lambda: vit().mask(images, noise, 0.5), r"\(2, 9\) for 2 images of 12 patches"),
+            *((lambda size=size: pair(size), "is not a size in pixels")
+              for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"))):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_published_sizes():
@@ -167,81 +177,111 @@ def test_published_sizes():
 
 
 # ------------------------------------------------------------------------------- released names
-
 def mae(img_size=32):
     return MAE(img_size, 8, 3, 32, 3, 4, decoder_dim=24, decoder_depth=2, decoder_heads=4)
 
 
 @pytest.fixture
 def state():
-    """The released-format MAE of the fixture: as mae() has it."""
+    """The state dict of the fixture, a released MAE of the sizes in mae()."""
     return load(ROOT / "tests/golden/mae.pt")["state_dict"]
 
 
 def test_released_names_both_ways(state):
     model = mae()
-    assert transfer(model, from_released({"model": state})) == []      # with its outer "model"
-    back = to_released(model)
-    assert back.keys() == state.keys() and all(torch.equal(back[k], state[k]) for k in state)
+    assert transfer(model, from_released({"model": state})) == ([], [])    # with the outer "model"
+    assert same(to_released(model), state)
 
 
-def test_transfer_of_an_encoder_alone(state):
-    """As timm's: with a head, without a decoder. A norm that one of both lacks is reported."""
-    model = mae()
-    fresh = model.decoder_pred.weight.clone()
-    encoder = {k: v for k, v in state.items() if not k.startswith(("decoder", "mask_token"))}
-    notes = transfer(model, from_released({**encoder, "head.weight": torch.zeros(7, 32)}))
+def test_patch_embedding_is_the_convolution():
+    """Released names give the convolution's weight (D,C,p,q), and with it the same embedding. Files
+    of ours from before it was a linear layer: test_methods.py."""
+    model, images = nn.Module(), torch.randn(3, 5, 8, 12)
+    model.encoder = vit()
+    released = to_released(model)
+    weight, bias = (released[f"patch_embed.proj.{part}"] for part in ("weight", "bias"))
+    assert weight.shape == (16, 5, 2, 4)
+    wanted = F.conv2d(images, weight, bias, stride=(2, 4)).flatten(2).transpose(1, 2)
+    tokens = model.encoder.embed(images)
+    assert torch.allclose(tokens, wanted + model.encoder.pos_embed[:, 1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("lost, added", [
+    (("decoder", "mask_token"), {"head.weight": torch.zeros(7, 32)}),  # as in timm's files
+    ((), {"decoder_pred.bias": torch.zeros(5)}), ((), {"decoder_other": torch.zeros(2)})])
+def test_another_decoder_is_not_loaded(lost, added, state):
+    """Nothing of it, even if only one shape or name differs."""
+    model, kept = mae(), {k: v for k, v in state.items() if not k.startswith(lost or "-")}
+    theirs = from_released({**kept, **added})
+    before = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
+    rest = sorted(k for k in theirs if not k.startswith("encoder."))
+    assert transfer(model, theirs) == (sorted(before), rest)
     assert torch.equal(model.encoder.cls_token, state["cls_token"])
-    assert torch.equal(model.decoder_pred.weight, fresh)
-    assert [note.split(":")[0] for note in notes] == ["fresh", "not taken over"]
-    assert "decoder_pred" in notes[0] and "head" in notes[1]
-    model = torch.nn.Module()
-    model.encoder = ViT(32, 8, 3, 32, 3, 4, norm=False)
-    (note,) = [n for n in transfer(model, from_released(state)) if "norm" in n and "expected" in n]
-    assert note.startswith("not taken over: encoder.norm (expected: mean pooling has its own norm")
-    del state["norm.weight"], state["norm.bias"]
-    assert "fresh: encoder.norm (expected" in " ".join(transfer(mae(), from_released(state)))
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
 
 
-def test_another_decoder_is_left_alone(state):
-    """All of it, even if only one shape or name differs."""
-    for change in ({"decoder_pred.bias": torch.zeros(5)}, {"decoder_junk": torch.zeros(2)}):
-        model = mae()
-        fresh = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
-        notes = transfer(model, from_released({**state, **change}))
-        assert torch.equal(model.encoder.cls_token, state["cls_token"])
-        assert all(torch.equal(v, model.state_dict()[k]) for k, v in fresh.items())
-        assert [note.split(":")[0] for note in notes] == ["fresh", "not taken over"]
+def test_transfer_of_norm_and_extra_tokens(state):
+    """The only parts of an encoder that may be on one side alone; a teacher is on neither."""
+    one, other = nn.Module(), nn.Module()
+    one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
+                                  for norm, extra in ((False, 2), (True, 0)))
+    norm, extra = ["encoder.norm.bias", "encoder.norm.weight"], ["encoder.extra_tokens"]
+    one.teacher, tokens = mae(), one.encoder.extra_tokens.clone()
+    assert transfer(one, {**other.state_dict(), "teacher.x": tokens}) == (extra, norm)
+    assert torch.equal(one.encoder.extra_tokens, tokens)
+    assert torch.equal(one.encoder.cls_token, other.encoder.cls_token)
+    assert transfer(other, one.state_dict()) == (norm, extra)
+    assert transfer(one, {**one.state_dict(), "encoder.extra_tokens": 2 * tokens}) == ([], [])
+    assert torch.equal(one.encoder.extra_tokens, 2 * tokens)
 
 
-@pytest.mark.parametrize("damage, lost, parts", [
-    ({"blocks.2.ls1.gamma": torch.zeros(32), "gamma": torch.zeros(3),
-      "cls_token": torch.zeros(1, 1, 8)}, "blocks.1.norm1.weight",
-     ["encoder.blocks.1.norm1.weight is missing", "encoder.blocks.2.ls1.gamma is left over",
-      "gamma is left over", "encoder.cls_token is (1, 1, 8), here (1, 1, 32)"]),
-    ({f"blocks.2.more{i}": torch.zeros(2) for i in range(9)}, "cls_token", ["and 6 more"]),
-    ({"blocks.7.norm1.weight": torch.zeros(32)}, "cls_token",          # sizes alone are said
-     ["the file: width 32, depth 4, patch 8x8, channels 3; here width 32, depth 3, patch 8x8"]),
-    ({"patch_embed.proj.weight": torch.zeros(768, 3, 16, 16)}, "norm.bias",
-     ["the file: width 768, depth 3, patch 16x16"])])
-def test_transfer_says_what_does_not_fit(damage, lost, parts, state):
+@pytest.mark.parametrize("damage, lost, text", [
+    ({"blocks.2.ls1.gamma": torch.zeros(32), "cls_token": torch.zeros(1, 1, 8)}, "norm.bias",
+     "encoder.blocks.2.ls1.gamma: the file has (32,), the model nothing; "
+     "encoder.cls_token: the file has (1, 1, 8), the model (1, 1, 32)"),
+    ({}, "blocks.1.norm1.weight",
+     "encoder.blocks.1.norm1.weight: the file has nothing, the model (32,)")])
+def test_transfer_says_what_does_not_fit(damage, lost, text, state):
     model = mae()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     del state[lost]
     with pytest.raises(ValueError) as error:
         transfer(model, from_released({**state, **damage}))
-    assert all(part in str(error.value) for part in parts) and len(str(error.value)) < 250
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())   # as it was
+    assert str(error.value) == text and same(model.state_dict(), before)
 
 
-def test_transfer_interpolates_positions(state):
-    model = mae(48)
-    notes = transfer(model, from_released(state))
-    assert "interpolated from (4, 4) to (6, 6) patches: encoder.pos_embed" in notes
-    wanted = resize_pos_embed(state["pos_embed"], (4, 4), (6, 6))
-    assert torch.equal(model.encoder.pos_embed, wanted)
+def test_transfer_interpolates_positions(state, capsys):
+    """Of a released, square grid; or of any, even with as many patches, in the decoder too."""
+    model = mae((48, 64))
+    transfer(model, from_released(state))
+    said = capsys.readouterr().out.splitlines()
+    for part, name in (("pos_embed", "encoder.pos_embed"), ("decoder_pos_embed",) * 2):
+        wanted = resize_pos_embed(state[part], (4, 4), (6, 8))
+        assert torch.equal(model.state_dict()[name], wanted)
+        assert f"interpolated to (6, 8) patches: {name}" in said
     one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2)
-                  for size in ((8, 32), (16, 16)))
-    assert transfer(other, one.state_dict(), one.encoder.grid) == [    # as many patches, and with
-        f"interpolated from (2, 8) to (4, 4) patches: {name}"          # the decoder
-        for name in ("decoder_pos_embed", "encoder.pos_embed")]
+                  for size in ((8, 32), (32, 8)))
+    wanted = resize_pos_embed(one.encoder.pos_embed, (2, 8), (8, 2))
+    assert transfer(other, one.state_dict(), one.encoder.grid) == ([], [])
+    assert torch.equal(other.encoder.pos_embed, wanted)
+    assert torch.equal(other.decoder_pos_embed, wanted)
+
+
+def test_sizes_of():
+    """Shapes tell all sizes, except for the number of heads: width and depth of SIZES do."""
+    def shapes(dim, depth, **_):
+        blocks = {f"encoder.blocks.{i}.norm1.bias": torch.zeros(1) for i in range(depth)}
+        return {"encoder.patch_embed.weight": torch.zeros(dim, 3 * 8 * 8),
+                "encoder.pos_embed": torch.zeros(1, 1 + 25, 1), **blocks}
+    common = dict(img_size=(40, 40), patch_size=(8, 8), in_chans=3, extra_tokens=0)
+    for size in SIZES.values():
+        assert sizes_of(shapes(**size), "x") == {**common, **size}
+    with pytest.raises(ValueError, match="cannot tell the number of heads from x: pass --heads"):
+        sizes_of(shapes(64, 3), "x")
+    state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
+    assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
+    state["encoder.patch_embed.weight"] = torch.zeros(64, 5 * 8 * 8)
+    with pytest.raises(ValueError, match="320 values, which are not square RGB patches"):
+        sizes_of(state, "x", 8)
+    with pytest.raises(ValueError, match="x is not a ViT checkpoint: encoder.pos_embed is missing"):
+        sizes_of({"encoder.patch_embed.weight": torch.zeros(1, 1)}, "x")
