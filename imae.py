@@ -4,13 +4,13 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees visible patches of a weighted sum of two images. A linear layer for each image maps
-the latent to the input of a shared MAE decoder, which predicts that image: branch 1 the subordinate
-one (with the smaller weight), branch 2 the dominant one. Distillation pulls each branch towards the
-latent that a frozen MAE, the teacher, computes from the unmixed image.
+the latent to the input of a shared MAE decoder, which predicts that image: the subordinate one (of
+smaller weight), then the dominant one. A frozen MAE, the teacher, gives each latent a target.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha x + (1-alpha) y, of images x and partners y; x_1, x_2 = the two as subordinate and
-    dominant; z_i = a branch's latent, w_i the teacher's; mix -> visible patches -> encoder (B,1+K,D)
+    dominant; z_i = a branch's latent, w_i the teacher's
+    mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
 

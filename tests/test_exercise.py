@@ -376,7 +376,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     assert "git checkout HEAD -- mae.py vit.py" in out
     start = after.index("        them, a float32 scalar", after.index("def forward"))
     assert after[start:].splitlines()[1:4] == [
-        "        # see Sec. 3, Table 1d, item 3",
+        "        # see Sec. 3, item 4, Table 1d, item 3",
         '        raise NotImplementedError("exercise: mae.MAE.forward")', ""]
     refused(main, ["mae.MAE.forward"], "mae.MAE.forward is already removed: write it in mae.py, "
             "then --check mae.MAE.forward")
@@ -414,7 +414,7 @@ def test_handout(tmp_path, refused):
     text, original = ("".join(file.read_text(encoding="utf-8") for file in place.glob("*.py"))
                       for place in (folder, ROOT))
     for solution in ("phase.cos()", "noise.argsort", "x[:, 1:] + pos[ids_keep]",
-                     "predicted.repeat(", "var_mean(", "cannot be extrapolated", "w_i)"):
+                     "predicted.repeat(", "var_mean(", "the large encoder sees", "w_i)"):
         assert solution not in text and solution in original
     assert not (folder / "tests/test_exercise.py").exists()
 

@@ -30,9 +30,9 @@ def test_python(pretrain, folder, monkeypatch):
     words = ["--data", str(folder), "--epochs", "0"]
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
-    started = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
-    assert torch.equal(started["model"]["encoder.norm.weight"],
-                       torch.load("own.pt")["model"]["encoder.norm.weight"])
+    init = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
+    name = "encoder.norm.weight"
+    assert torch.equal(init["model"][name], torch.load("own.pt")["model"][name])
     finetune.main(["--checkpoint", "own.pt", *words, "--name", "mae_shapes_finetune"])
     write_pictures(Path("photos"), "x", 1, side=50)
     Path("photos/x/0.png").rename("photo.jpg")

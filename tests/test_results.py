@@ -197,8 +197,9 @@ def test_what_is_made_of_the_lines():
     assert tiny.judge("MAE, joined > from scratch", "20-NN, 1%") == {}
     text = tables.tables(tiny)
     assert "| encoder | readout | 20-NN | 1% (18 epochs) |" in text
-    for row in ("MAE | mean of patch tokens |  | 41.0 ± 1.0 |", "MAE, joined | patch tokens joined "
-                "| 5.0 (seed 0) |", "MINR, GINR, mean | weight tokens, mean | 5.0 (seed 0) |"):
+    for row in ("MAE | mean of patch tokens |  | 41.0 ± 1.0 |",
+                "MAE, joined | patch tokens joined | 5.0 (seed 0) |",
+                "MINR, GINR, mean | weight tokens, mean | 5.0 (seed 0) |"):
         assert f"| {row}" in text
     assert "| MAE |  |  | 18.00 | **18.20** |" in text and "77" not in text
     assert "PSNR of masked pixels on cifar10\n" in text and "| MINR, GINR | 26 | 16.00 " in text
