@@ -104,7 +104,7 @@ def test_commands_and_links(monkeypatch):
     titles = {t.lower().replace(" ", "-") for t in re.findall(r"^## (.*)", TEXT, re.MULTILINE)}
     links = {*re.findall(r"\(#(.*?)\)", TEXT)}
     assert {"read", "run", "compare", "teach", "fork"} <= links <= titles
-    files = re.findall(r'src="(.*?)"|`(\S+\.py)`|\((tests/\S+)\)', TEXT)
+    files = re.findall(r'src="(.*?)"|`(\S+\.py)`|\((tests/[^)#]+)', TEXT)
     assert all((ROOT / (a or b or c)).is_file() for a, b, c in files)
 
 
