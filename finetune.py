@@ -20,7 +20,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from train import (LAYOUT, add_options, add_recipe, apply_recipe, autocast, crop_batch,
-                   crop_transform, fit, initialize, mean_over_processes, name_run, number,
+                   crop_transform, data_of, fit, initialize, mean_over_processes, name_run, number,
                    open_data, read, run_cli, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
@@ -31,12 +31,11 @@ def finetune(args):
     the parsed command line."""
     require(args.checkpoint or args.mode == "scratch",
             f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
-    source = {"config": {}, "flags": {}, "model": {}}
+    source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint:
         source = read(args.checkpoint, args.heads)
-    source_data = source["flags"].get("data", "shapes")
-    name_run(args, run_name(args, source_data))
-    args.data = args.data or source_data
+    args.data = data_of(source, args.checkpoint, args)
+    name_run(args, run_name(args, source["flags"].get("data")))
     train, val, img_size = open_data(
         args.data, args.img_size or source["config"].get("img_size"), args)
     require(train.classes, f"--data {args.data} has no labels: put the images into class folders "
@@ -86,15 +85,15 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint, mode and, if they are given, data and labels."""
+    """Name a run after its checkpoint, mode, data if they are not the checkpoint's, and labels."""
     # of runs/NAME or runs/NAME/last.pt NAME, of a released file its own
     path = Path(args.checkpoint or "scratch").absolute()
     name = path.name if path.is_dir() else path.stem       # a folder's name may have a dot
     words = [path.parent.name if name == "last" else name]
     if args.checkpoint:
         words.append(args.mode)
-    if not args.checkpoint or args.data not in (None, source_data):
-        words.append(Path(args.data or source_data).resolve().name)
+    if not args.checkpoint or args.data != source_data:
+        words.append(Path(args.data).resolve().name)
     if args.labels < 1:
         words.append(f"{args.labels:g}")
     return "_".join(words)
@@ -125,10 +124,11 @@ def augmentation(train, model, img_size, args):
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
-    """Return parameter groups, each a dict of params, weight_decay and lr_scale = layer_decay ** (n
-    - i) for layer i: the embedding is layer 0, block i is layer i + 1, and everything after the
-    blocks is layer n. As in pretraining, parameters with fewer than two axes (biases and norms) get
-    no weight decay; here learned tokens and positions get none either (BEiT; MAE Table 9)."""
+    """Return parameter groups, each a dict of params, weight_decay and lr_factor. In layer i this
+    factor is layer_decay ** (n - i): the embedding is layer 0, block i is layer i + 1, and
+    everything after the blocks is layer n. As in pretraining, parameters with fewer than two axes
+    (biases and norms) get no weight decay; here learned tokens and positions get none either (BEiT;
+    MAE Table 9)."""
     groups, n = {}, len(model.encoder.blocks) + 1
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")
@@ -140,7 +140,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         decays = p.ndim > 1 and not learned
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
-                         lr_scale=layer_decay ** (n - layer))
+                         lr_factor=layer_decay ** (n - layer))
             groups.setdefault((layer, decays), group)["params"].append(p)
     return [*groups.values()]
 
@@ -306,8 +306,7 @@ def evaluate_checkpoint(args):
     for name in ("img_size", "patch_size", "size", "dim", "depth"):
         require(getattr(args, name) in (None, config.get(name)),
                 f"--mode eval takes {name} from {args.checkpoint}: leave out --{name}")
-    args.data = args.data or content["flags"].get("data")
-    require(args.data, f"{args.checkpoint} does not say which data it was trained on: pass --data")
+    args.data = data_of(content, args.checkpoint, args)
     args.batch_size = args.batch_size or 250 * args.world
     _, val, img_size = open_data(args.data, config["img_size"], args)
     classes = content.get("classes", val.classes)

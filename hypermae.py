@@ -183,7 +183,8 @@ class HyperMAE(nn.Module):
 #      the weight tokens after the encoded patches, Algorithm 1 before them. The result is the same,
 #      as they have no positions; here they come last.
 #   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
-#      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256).
+#      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256). The centres
+#      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release's go to 1024.
 #   6. Table 3 uses plain targets, but Table 1 shows that normalised ones work better: on by
 #      default.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when

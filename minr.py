@@ -4,9 +4,10 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 2507.22404). Release: https://github.com/heosuab/MINR. Its hypernetworks are TransINR (Chen, Wang,
 ECCV 2022) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc has both).
 
-An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. A
-ViT, the hypernetwork, reads the image with 75% of its patches set to zero, along with weight tokens
-that become weights of the MLP, which renders every pixel, masked or visible, at any resolution.
+An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
+a ViT reads the image with 75% of its patches set to zero, along with weight tokens. Its outputs for
+these tokens become weights of the MLP, in one of two ways, GINR's or TransINR's. The MLP renders
+every pixel, masked or visible, at any resolution.
 
     B images, L patches, K visible, D width, G weight tokens, N rendered pixels
     layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
@@ -49,7 +50,7 @@ class MINR(nn.Module):
     pixels in the loss) or, where it gives none, the release's.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the hypernetwork, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
         hypernetwork: ginr (in one layer, the matrix product of predicted and shared weights) or
             transinr (in all layers, their elementwise product) (Sec. 3.2, item 3)
@@ -132,10 +133,10 @@ class MINR(nn.Module):
             for i in self.groups})
 
     def encode(self, images, ids_keep, mask):
-        """The hypernetwork's ViT (Sec. 3.2): images (B,C,H,W) with visible patches ids_keep (B,K),
-        where mask (B,L) is 0 -> the weight tokens (B,G,D) after the last block. They are the
-        encoder's extra tokens, and what finetune.py reads: the loss does not reach what the patch
-        tokens become in the last block."""
+        """Encode images (B,C,H,W), whose visible patches are ids_keep (B,K), where mask (B,L) is 0
+        (Sec. 3.2). Returns the weight tokens (B,G,D) after the last block: the encoder's extra
+        tokens. finetune.py reads them too, because the loss does not reach what the patch tokens
+        become in the last block."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -149,13 +150,15 @@ class MINR(nn.Module):
         biases (b,). Every column of weights is normalised (item 5)."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
-        for i, (W, bias) in enumerate(zip(self.weights, self.biases)):
-            if i in self.groups:
+        for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
+            if i not in self.groups:
+                W = shared                                             # (a, b)
+            else:
                 predicted = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)  # (B, a, g)
-                if self.hypernetwork == "ginr":            # W was the shared factor
-                    W = predicted @ W                                  # (B, a, b) of rank g
+                if self.hypernetwork == "ginr":            # g rows are shared: W has rank g
+                    W = predicted @ shared                             # (B, a, b)
                 else:                                      # columns 0 ... g-1 repeat (item 3)
-                    W = predicted.repeat(1, 1, len(bias) // self.groups[i]) * W  # (B, a, b)
+                    W = predicted.repeat(1, 1, len(bias) // self.groups[i]) * shared  # (B, a, b)
             layers.append((F.normalize(W, dim=-2), bias))
         return layers
 
@@ -251,7 +254,8 @@ class MINR(nn.Module):
 #      class token and, as in the release, no final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim and ff_sigma; the values are the
 #      release's. GINR: 256 groups (full rank) and ff_sigma 128 (on CelebA 64); TransINR: 64 groups
-#      and ff_sigma 1024.
+#      and ff_sigma 1024. Pixel centres of a 182-pixel image cannot tell frequencies above 91 from
+#      lower ones.
 #   8. The paper claims fewer parameters than MAE. That depends on the sizes chosen and is not
 #      tested here. At full rank, GINR's one layer needs nearly as many predicted weights (65,536)
 #      as TransINR's five layers together (66,304).

@@ -60,7 +60,7 @@ def pretrain(args):
     model, config = build_model(args, train, img_size)
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
     args.same_draws = True                                 # see train_step
-    if train.transform:                                    # files, which workers crop
+    if train.transform:                                    # workers read files, and crop them
         train.transform = crop_transform(img_size, args)
 
     def make_inputs(images, labels):
@@ -68,6 +68,7 @@ def pretrain(args):
         parts = images.chunk(2 if args.pairs else 1)
         crops = parts if train.transform else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = [normalize(x, model) for x in crops]
+        # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
         alpha = [model.draw_alpha(args.device)] if args.pairs else []
         return images, local_part(noise, args), *partners, *alpha
@@ -101,6 +102,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     last, log = folder / "last.pt", folder / "log.jsonl"
     if args.resume and last.exists():
         history = resume(last, model, optimizer, scaler, content, args)
+    elif args.resume:
+        print(f"note    there is no {last} to resume: starting from epoch 1")
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # so that --resume does not continue it
     describe(args, model, train, val)
@@ -156,7 +159,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         waited += perf_counter() - asked
         lr = learning_rate(epoch + (step - 1) / steps, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr * group.get("lr_factor", 1.0)             # of finetune.py's layers
         step_seed = hash((args.seed, epoch, step))
         torch.manual_seed(step_seed)                       # of crops, masks and mixing
         inputs = make_inputs(images, labels)
@@ -257,12 +260,13 @@ def describe(args, model, train, val):
     n, steps, encoder = len(train.labels), len(train.labels) // args.batch_size, model.encoder
     (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {args.data}: {n} train, {len(val.labels)} val, "
-          f"{'files' if train.transform else 'in memory'}; {H}x{W} px in {h}x{w} patches of "
-          f"{p}x{q} px\nmodel   {type(model).__name__}: {size:.2f} M parameters, {args.world} x "
-          f"{args.device}, {args.dtype}\ntrain   {args.epochs} epochs ({args.warmup_epochs:g} "
-          f"warmup), {steps} steps per epoch, batch size {args.batch_size}, {args.optimizer}, lr "
-          f"{args.lr:.3g}")
+    where = "in memory" if torch.is_tensor(train.images) else "read from files"
+    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}; {H}x{W} px in {h}x{w} "
+          f"patches of {p}x{q} px")
+    print(f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
+          f"{args.dtype}")
+    print(f"train   {args.epochs} epochs ({args.warmup_epochs:g} warmup), {steps} steps per epoch, "
+          f"batch size {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
     if 0 < args.epochs * steps < 500:
         print(f"note    only {args.epochs * steps} steps in total: try a smaller --batch_size, "
               f"more --epochs or, in train.py, --init")
@@ -382,9 +386,9 @@ def compare(args):
         if content["method"] == "classifier":
             print(f"note    skipping {path}, a classifier: use finetune.py --mode eval")
             continue
-        model, trained_on = load(path).to(args.device), content["flags"].get("data", "shapes")
-        args.data = args.data or trained_on
-        if trained_on != args.data and not given_data:
+        model, trained_on = load(path).to(args.device), content["flags"].get("data")
+        args.data = data_of(content, path, args)
+        if trained_on not in (None, args.data) and not given_data:
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
         if size != model.encoder.img_size:
@@ -759,6 +763,13 @@ def from_older(content):
     return {k: v for k, v in dict(content, model=state, config=config).items() if k != "optimizer"}
 
 
+def data_of(content, path, args):
+    """Return --data or, if it is not given, the data that the checkpoint `path` was trained on."""
+    data = args.data or content["flags"].get("data")
+    require(data, f"{path} does not say which data it was trained on: pass --data")
+    return data
+
+
 def load(path, methods=METHODS):
     """Return the model in a checkpoint from train.py, or of another {method: class}, in eval mode,
     with the class_names of its data."""
@@ -847,11 +858,10 @@ def start_processes(args):
 def choose_device(args):
     """Return the torch.device of this process: --device, else its GPU, else MPS for a single
     process, else the CPU."""
-    name = args.device
-    if name is None and torch.cuda.is_available():
-        name = "cuda"
-    elif name is None:
-        name = "mps" if torch.backends.mps.is_available() and args.world == 1 else "cpu"
+    found = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    name = args.device or ("cuda" if found["cuda"] else
+                           "mps" if found["mps"] and args.world == 1 else "cpu")
+    require(found[name], f"--device {name}: PyTorch finds no such device")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
@@ -894,7 +904,9 @@ def number(kind, low=-math.inf, high=math.inf):
     def parse(text):
         value = kind(text)
         if not low <= value <= high or abs(value) == math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
+            bounds = [f"at least {low}"] if low > -math.inf else []
+            bounds.append(f"at most {high}" if high < math.inf else "finite")
+            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds)}")
         return value
     parse.__name__ = kind.__name__                         # for argparse's own message
     return parse
@@ -1019,7 +1031,8 @@ def add_method_arguments(parser, cls):
 
 
 ONLY = {  # flags that only one of the scripts has, apart from those of a method
-    "train.py": "method init mask eval mask_ratios masks leak_free teacher same_class".split(),
+    "train.py": "method init mask eval mask_ratios masks leak_free".split(),
+    "train.py --method imae": ["teacher", "same_class"],
     "finetune.py": "mode checkpoint labels pool k randaug erasing mixup cutmix mix_ratio smoothing "
                    "drop_path layer_decay".split()}
 
@@ -1043,8 +1056,8 @@ def run_cli(parser, work, argv):
     except (InputError, OSError) as error:                 # OSError: a missing file, for example
         # of a worker's error the last line, without its traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized() and args.device.type == "cuda":           # with torch 2.6 the CPU's
+        dist.destroy_process_group()                       # gloo can hang here; it ends by itself
     return row
 
 

@@ -621,13 +621,13 @@ def learning_rate(t, args, slip=""):
 
 
 def by_parameter(function, model, *args):
-    """Return the groups as {parameter: {weight_decay, lr_scale}}: their order does not matter."""
+    """Return the groups as {parameter: {weight_decay, lr_factor}}: their order does not matter."""
     names, found = {id(p): name for name, p in model.named_parameters()}, {}
     for group in function(model, *args):
         for p in group["params"]:
             if names[id(p)] in found:
                 raise Different(f"{names[id(p)]} is in two groups")
-            found[names[id(p)]] = {key: group[key] for key in ("weight_decay", "lr_scale")}
+            found[names[id(p)]] = {key: group[key] for key in ("weight_decay", "lr_factor")}
     return found
 
 
@@ -636,7 +636,7 @@ def by_parameter(function, model, *args):
     lambda finetune: [(build(finetune.Classifier, **options), 0.05, 0.5) for options in (
         dict(depth=2), dict(depth=2, pool="token"), dict(depth=2, probe=True), dict(depth=12),
         dict(depth=2, extra_tokens=2, pool="extra"))], by_parameter,
-    shifted="the exponents are off by one. The head's lr_scale is 1.",
+    shifted="the exponents are off by one. The head's lr_factor is 1.",
     reversed="the head has the lowest learning rate. It should be the embedding.",
     embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
     digit="blocks from 10 on have two digits. All of them count.",
@@ -663,7 +663,7 @@ def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
                 decays = slip in ("tokens", "everything")
             if p.requires_grad or slip == "frozen":
                 groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
-                                   lr_scale=math.prod([layer_decay] * steps)))
+                                   lr_factor=math.prod([layer_decay] * steps)))
     return groups
 
 

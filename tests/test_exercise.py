@@ -214,19 +214,19 @@ for name, p in model.named_parameters():
             i = 0
         decays = name.endswith("weight") and p.ndim > 1
         groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
-                           lr_scale=layer_decay ** (depth + 1 - i)))
+                           lr_factor=layer_decay ** (depth + 1 - i)))
 return groups""", [
         ("depth + 1 - i", "depth + 2 - i", "off by one"),
         ("depth + 1 - i", "i", "the head has the lowest learning rate"),
         ("i = 0", "i = 1", "layer of its own"),
         ('int(name.split(".")[2])', "int(name[15])", "have two digits"),
-        ('"norm" not in name', '"norm" not in name and "ex" not in name', "extra_tokens lr_scale"),
+        ('"norm" not in name', '"norm" not in name and "ex" not in name', "extra_tokens lr_factor"),
         ('name.endswith("weight") and p.ndim > 1', '"cls" not in name and "pos" not in name',
          "biases or norms decay"),
         ('name.endswith("weight") and p.ndim > 1', "p.ndim > 1", "tokens or positions decay"),
         ("if p.requires_grad:", "if True:", "weight, encoder.blocks.0.attn.qkv.bias and 25 more"),
         ("if p.requires_grad:", 'if p.requires_grad and "cls" not in name:', "missing: encoder"),
-        ("lr_scale=", "scale=", "KeyError: 'lr_scale'"),
+        ("lr_factor=", "scale=", "KeyError: 'lr_factor'"),
         ("return groups", "return groups + groups[:1]", "is in two groups"),
         ("return groups", "return tuple(groups[::-1])", "")]),
     "hypermae.HyperMAE.decode": ("""

@@ -37,6 +37,8 @@ train | --epoch 5                              | unrecognized arguments: --epoch
 train | --prediction_ratio 0.5       | --prediction_ratio is a flag of train.py --method crossmae)
 train | --no-coord_jitter                      | --coord_jitter is a flag of train.py --method minr)
 train | --labels 0.1                           | --labels is a flag of finetune.py)
+train | --teacher runs/mae           | --teacher is a flag of train.py --method imae)
+train | --device cuda                          | --device cuda: PyTorch finds no such device
 tune  | --mask_ratio 0.5                       | --mask_ratio is a flag of train.py --method mae
 tune  | --eval runs/mae                        | --eval is a flag of train.py)
 train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2.0 exceeds --epochs 1
@@ -47,7 +49,7 @@ train | --betas 0.9,2.0                        | --betas (0.9, 2.0) must be ; in
 train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
 train | --img_size 100001 --patch_size 16 --data shapes | img_size 100001x100001 ; patch_size 16x16
 train | --img_size 16 --patch_size 5 | img_size 16x16 is not ; patch_size 5x5 ; 15x15 and 20x20
-train | --lr nan                               | --lr ; nan is not a number from 0
+train | --lr nan                               | --lr ; nan must be at least 0 and finite
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data no_val                          | no_val/val
@@ -64,12 +66,14 @@ train | --method imae --teacher runs/tuned     | the teacher is not an MAE
 train | --method imae --teacher runs/mae --patch_size 8 | (4, 4), this model (8, 8)
 train | --method imae --teacher runs/mae --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval gone.pt                         | No such file ; gone.pt
+eval  | --eval own.pt                          | own.pt does not say which data it was trained on
 eval  | --eval runs/tuned/last.pt              | none is a checkpoint of train.py
+tune  | --checkpoint own.pt --data=            | own.pt does not say which data it was trained on
 tune  | --checkpoint data                      | No such file ; data/last.pt
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
 tune  | --data flat                            | --data flat has no labels: put the images into
 tune  | --dim 32                  | runs/mae/last.pt does not fit: ; the file has (16,), the
-tune  | --labels 0                             | --labels: 0 is not a number from
+tune  | --labels 0                             | --labels: 0 must be at least 1e-06 and
 tune  | --mode eval                            | runs/mae/last.pt has no classification head
 tune  | --mode eval --checkpoint runs/tuned/last.pt --data other | trained on 2 classes ; c, d ...
 """
@@ -91,6 +95,8 @@ def furnished(tmp_path_factory):
         for name, words in (("mae", []), ("imae", ["--method", "imae", "--teacher", "runs/mae"])):
             train.main([*BASE["train"], "--name", name, "--epochs", "1", *words])
         finetune.main([*BASE["tune"], "--name", "tuned"])
+        content = train.read("runs/mae")
+        torch.save({key: content[key] for key in ("method", "config", "model")}, "own.pt")
     return root
 
 

@@ -155,7 +155,7 @@ def test_groups_do_not_depend_on_weight_decay():
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))
     assert none == some
-    (scale,) = [group["lr_scale"] for group in layer_decay_groups(model, 0.05, 0.5)
+    (scale,) = [group["lr_factor"] for group in layer_decay_groups(model, 0.05, 0.5)
                 if any(p is model.encoder.blocks[10].mlp.fc1.weight for p in group["params"])]
     assert scale == 0.5 ** 2
 
@@ -178,10 +178,10 @@ def test_finetuning_and_probing_learn(tune, folder, capsys):
 
 
 @pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
-    ("runs/mae_shapes/last.pt", "linear", None, 1.0, "mae_shapes_linear"),
+    ("runs/mae_shapes/last.pt", "linear", "shapes", 1.0, "mae_shapes_linear"),
     ("runs/mae_shapes", "knn", "shapes", 1.0, "mae_shapes_knn"),
     ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
-    (None, "scratch", None, 1.0, "scratch_shapes")])
+    (None, "scratch", "shapes", 1.0, "scratch_shapes")])
 def test_names_of_runs(checkpoint, mode, data, labels, name):
     """A run is named after checkpoint and mode; from scratch, which needs none, after the data."""
     args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)

@@ -66,8 +66,7 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "CrossMAE.decode": dict(P="ids.shape[1]"),
     "decoder_attention": dict(heads="mae.decoder_blocks[0].attn.heads", B="len(part)"),
     "HyperMAE.decode": dict(P="coords.shape[1]"),
-    "MINR.modulate": dict(a="self.to_weights[str(i)][1].out_features", b="len(bias)",
-                          g="self.groups[i]"),
+    "MINR.modulate": dict(a="74 if i else 68", b="len(bias)", g="self.groups[i]"),  # as in RENDER
     "MINR.decode": dict(N="coords.shape[-2]", a_0="2 * self.ff_dim", b_i="len(bias)"),
     "MINR.forward": dict(N="len(coords)"),
     "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
