@@ -73,12 +73,9 @@ def pretrain(args):
         alpha = [model.draw_alpha(args.device)] if args.pairs else []
         return images, local_part(noise, args), *partners, *alpha
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=args.weight_decay),
-              dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
     evaluate = partial(evaluate_psnr, model, val, args, args.mask)
-    row = fit(args, model, groups, train, val, make_inputs, evaluate,
-              method=args.method, config=config)
+    row = fit(args, model, decay_groups(model, args.weight_decay), train, val, make_inputs,
+              evaluate, method=args.method, config=config)
     folder = Path(args.runs, args.name)
     script = "finetune.py --checkpoint" if train.classes else "train.py --eval"
     print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied")
@@ -102,8 +99,6 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     last, log = folder / "last.pt", folder / "log.jsonl"
     if args.resume and last.exists():
         history = resume(last, model, optimizer, scaler, content, args)
-    elif args.resume:
-        print(f"note    there is no {last} to resume: starting from epoch 1")
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # so that --resume does not continue it
     describe(args, model, train, val)
@@ -145,15 +140,14 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
 
 
 def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
-    """Train for an epoch and return its row of the log. Exits as soon as loss or weights are not
-    finite."""
+    """Train for an epoch and return its row of the log. Exits if loss or weights are not finite."""
     totals, steps = {}, len(train.labels) // args.batch_size
     epoch_seed = hash((args.seed, epoch))                  # of integers: the same everywhere
     batches = draw_batches(train, steps, epoch_seed, args)
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
                steps, unit="img", unit_scale=args.batch_size, leave=False,
                disable=args.rank > 0 or not sys.stderr.isatty())
-    began = asked = told = perf_counter()
+    began = asked = told = perf_counter()                  # told: when a line was printed
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
@@ -231,6 +225,13 @@ def learning_rate(t, args):
         return args.lr
     t = (t - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
     return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+
+
+def decay_groups(model, weight_decay):
+    """Return parameter groups, with and without weight decay: biases and norms get none."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [dict(params=[p for p in trained if p.ndim > 1], weight_decay=weight_decay),
+            dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
 
 
 def make_optimizer(args, groups):
@@ -703,7 +704,10 @@ def name_run(args, name):
     --overwrite is given."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    require(args.resume or args.overwrite or not (folder / "last.pt").exists(),
+    begun = (folder / "last.pt").exists()
+    if args.resume and not begun:
+        print(f"note    {folder} holds no last.pt to resume: starting from the first epoch")
+    require(args.resume or args.overwrite or not begun,
             f"{folder} already holds a run: --resume continues it, --overwrite replaces it, --name "
             f"NAME starts a new one")
 

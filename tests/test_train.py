@@ -563,7 +563,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
 def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
     """Only what was asked for happens to a run. A resumed one has the settings given now."""
     first = pretrain("--resume")                           # nothing to resume: a new run
-    assert "there is no runs/mae/last.pt to resume: starting" in capsys.readouterr().out
+    assert "runs/mae holds no last.pt to resume: starting" in capsys.readouterr().out
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         with open("runs/mae/log.jsonl", "a") as file:
             file.write('{"epoch": 3}')                     # of an epoch that last.pt does not hold
