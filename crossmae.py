@@ -3,13 +3,13 @@
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
 
-In MAE's decoder masked patches attend to one another, but only weakly (Sec. 1). Here each mask
-token is a query that attends to the encoder tokens alone. So its prediction does not depend on the
-others, the loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
-cost nothing. Each decoder block attends to its own learned mix of the encoder's feature maps.
+In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
+Here each mask token is a query that attends only to encoder tokens. So its prediction does not
+depend on the others, the loss can use a random subset of masked patches (`prediction_ratio`), and
+the rest cost nothing. Each decoder block attends to its own learned mix of encoder feature maps.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
-    side; n feature maps f_1 ... f_n; W (decoder depth,n) the weights of their mixes
+    side; n feature maps f_1 ... f_n; w (decoder depth,n) the weights of their mixes
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder: maps (n,B,1+K,D) -> mixes (B,1+K,D)
     queries (B,P,E) -> decoder blocks, which attend to the mixes -> pixels (B,P,p*p*C)
 """
@@ -37,17 +37,17 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x, y):
-        q = self.q(x)                                                  # (B, P, E)
+        q = self.q(x)                                                  # (B, P, E) ViT eq. 5
         k, v = self.kv(y).chunk(2, dim=2)                              # (B, 1+K, E) each
         q = q.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, P, E/heads)
         k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, 1+K, E/heads)
         v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, heads, 1+K, E/heads)
-        x = F.scaled_dot_product_attention(q, k, v)                    # (B, heads, P, E/heads)
-        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, P, E)
+        x = F.scaled_dot_product_attention(q, k, v)      # (B, heads, P, E/heads) ViT eq. 6, 7
+        return self.proj(x.transpose(1, 2).flatten(2))                 # (B, P, E) ViT eq. 8
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block (Figure 4): cross-attention of the queries x (B,P,E) to the encoder
+    """A pre-norm decoder block (Figure 4b): cross-attention of the queries x (B,P,E) to the encoder
     tokens y (B,1+K,D), and an MLP: (B,P,E). With self_attention the queries first attend to one
     another."""
 
@@ -75,17 +75,17 @@ class CrossMAE(nn.Module):
     implies only in the caption of Figure 5.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
         prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6)
         norm_pix_loss: predict patches normalised by their own mean and variance
-        decoder_dim: width of the decoder (A.6: MAE's; item 9)
+        decoder_dim: width of the decoder (A.6: MAE's, 512; item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
         feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list that
             includes the last, counting from 0, e.g. 3,7,11; last: only the last output, unmixed
             (Table 3d, item 8)
-        include_input: also mix in the first block's input, unless feature_maps is last (A.5)
+        include_input: also mix in the first block's input (A.5); no effect if feature_maps is last
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
         project_maps: apply a linear layer to each feature map before mixing (Table 9)
@@ -94,7 +94,8 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10; blr is multiplied by lr_scale (A.6); scale of the crop: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder; lr is multiplied by lr_scale too
+    # ours, for images up to 64 pixels or the micro encoder: first for training (lr is multiplied by
+    # lr_scale), then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -110,7 +111,7 @@ class CrossMAE(nn.Module):
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
-        # masked patches that get no prediction: Sec. 3.3; item 2
+        # the number of masked patches without a prediction: Sec. 3.3; item 2
         self.unpredicted = int(L * (mask_ratio - prediction_ratio))
         require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
                                                 f"most mask_ratio {mask_ratio}: set both")
@@ -118,7 +119,7 @@ class CrossMAE(nn.Module):
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # A.6: lr = gamma base_lr batchsize / (256 p), prediction ratio gamma, mask ratio p
+        # A.6: lr = gamma base_lr batchsize / (256 p), prediction ratio gamma, mask ratio p; item 12
         self.lr_scale = prediction_ratio / mask_ratio
         p, q = self.encoder.patch_size
 
@@ -153,14 +154,14 @@ class CrossMAE(nn.Module):
 
     def map_weights(self):
         """Return the mixing weights w_j^k (decoder depth,n), a row for each decoder block."""
-        W = self.wfm["linear"].weight                                  # (decoder depth, n)
-        return W.softmax(dim=1) if self.softmax_weights else W  # (decoder depth, n) Table 8, item 7
+        w = self.wfm["linear"].weight                                  # (decoder depth, n)
+        return w.softmax(dim=1) if self.softmax_weights else w  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) and return what each decoder block attends to,
-        a list of (B,1+K,D): by inter-block attention (Sec. 3.4, InterBlockAttention in A.3) its own
-        mix of the feature maps map_ids, normalised by its norm in dec_norms; without, the encoder's
-        output."""
+        """Encode the visible patches ids_keep (B,K) and return a list of what each decoder block
+        attends to, (B,1+K,D) each. With inter-block attention (Sec. 3.4, InterBlockAttention in
+        A.3) this is its own mix of the feature maps map_ids, normalised by its norm in dec_norms.
+        Without, it is the encoder's output for all blocks."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -170,21 +171,23 @@ class CrossMAE(nn.Module):
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # ablation: Table 9
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)
         # eq. 1: t_k = sum_j w_j^k f_j, for each decoder block k: (decoder depth, B, 1+K, D)
-        mixes = torch.einsum("kn,nbtd->kbtd", self.map_weights(), maps)
-        return [norm(t) for norm, t in zip(self.dec_norms, mixes)]     # Figure 4c
+        mixes = torch.einsum("kj,jbsd->kbsd", self.map_weights(), maps)
+        return [norm(t_k) for norm, t_k in zip(self.dec_norms, mixes)]  # Figure 4c
 
     def decode(self, features, ids):
-        """Predict the patches ids (B,P) from the features of encode: (B,P,p*p*C)."""
-        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, P, E) queries, item 4
+        """Predict the patches ids (B,P) from what encode returns, one (B,1+K,D) for each decoder
+        block: (B,P,p*p*C)."""
+        # the queries: Figure 4a, item 4
+        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, P, E)
         for block, y in zip(self.decoder_blocks, features):
             x = block(x, y)                                            # (B, P, E) Figure 4b
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Normalised images (B,C,H,W) and noise (B,L), random if None -> loss and metrics. The loss
-        is the mean squared error over the predicted patches, a float32 scalar; metrics is {"loss":
-        the detached loss}. With random masks and without self_attention, the loss is an unbiased
-        estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
+        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random if None.
+        The loss is the mean squared error over the predicted patches, a float32 scalar; metrics is
+        {"loss": the detached loss}. With random masks and without self_attention, the loss is an
+        unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -194,8 +197,8 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Normalised images (B,C,H,W) -> their reconstruction (B,C,H,W) and the mask (B,L), 1 =
-        masked. Every patch is a prediction, even visible ones, which the loss ignores. mask_ratio
+        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
+        = masked. All patches are predicted, even visible ones, which the loss ignores. mask_ratio
         defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -212,10 +215,11 @@ class CrossMAE(nn.Module):
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
         """Return how much mask token and position, and then each decoder block, contribute to the
-        predictions for all masked patches (Appendix D): (1+decoder depth,B,M,p*p*C); and ids_keep
-        and ids_mask. The contributions sum to the prediction, because the final norm is linear once
-        its standard deviation is fixed, here to that of the last output. The first includes the
-        biases of norm and head."""
+        predictions for all masked patches, (1+decoder depth,B,M,p*p*C), with ids_keep and ids_mask
+        (Appendix D, where f_i is the output of decoder block i, and no feature map). The
+        contributions sum to the prediction, because the final norm is linear once its standard
+        deviation is fixed, here to that of the last output. The first includes the biases of norm
+        and head."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
         parts = [x]                                                    # first f_0, then each g_i
@@ -228,7 +232,7 @@ class CrossMAE(nn.Module):
         parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
         parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
         parts = parts @ head.weight.T                      # (1+decoder depth, B, M, p*p*C) h(g_i)
-        parts[0] += head(norm.bias)
+        parts[0] += head(norm.bias)                                    # both biases, once
         return parts, ids_keep, ids_mask
 
     @torch.no_grad()
@@ -239,8 +243,8 @@ class CrossMAE(nn.Module):
         parts, ids_keep, ids_mask = self.contributions(images, noise)
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
-            parts = parts * std                                        # of the true patches
-            parts[0] += mean
+            parts = parts * std                                        # of the true patches,
+            parts[0] += mean                                           # as is the mean, added once
         paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
         cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
         for part in parts:
@@ -250,8 +254,8 @@ class CrossMAE(nn.Module):
             "visible patches, contribution of mask token and position, of each decoder block, and "
             "their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
         if self.inter_block:
-            W = self.map_weights()                                     # (decoder depth, n)
-            values = (127.5 + 127.5 * W / W.abs().max()).expand(1, len(self.mean), -1, -1)
+            w = self.map_weights()                                     # (decoder depth, n)
+            values = (127.5 + 127.5 * w / w.abs().max()).expand(1, len(self.mean), -1, -1)
             figures["map_weights"] = (
                 "mixing weights, one row per decoder block and one column per feature map; grey is "
                 "0, darker is negative",
@@ -263,15 +267,15 @@ class CrossMAE(nn.Module):
 def decoder_attention(mae, images):
     """Measure the decoder attention of an MAE from mask tokens to visible tokens (class token
     included) and to mask tokens (Table 6, the starting point of the paper), for normalised images
-    (N,C,H,W). Returns {title: rows}, one row per decoder block and one for their sum: attention per
-    token, averaged over images and tokens and summed over heads, and the share received by all
-    visible tokens together.
+    (N,C,H,W). Returns {title: rows}, one row per decoder block and one for their sum: the attention
+    that a mask token pays to one token, averaged over both and over images, and summed over heads;
+    and the share received by all visible tokens together.
 
-    A.1 says "averaged over heads", but Table 6 must be summed over the 16 heads: a block's total,
-    50 x 0.196 + 147 x 0.042, is about 16. Its blocks count from 1, here from 0."""
+    A.1 averages over heads, but Table 6 must be summed over the 16 heads: a block's total, 50 x
+    0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # sum over all images
+    attended = 0                                           # mean over images, added up by parts
     for part, part_noise in zip(images.split(100), noise.split(100)):
         ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
         x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)    # (B, 1+L, E)
@@ -281,7 +285,7 @@ def decoder_attention(mae, images):
             q = q[:, seen:].unflatten(2, (block.attn.heads, -1)).transpose(1, 2)
             k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, E/heads)
             scores = q @ k.transpose(2, 3) / k.shape[3] ** 0.5         # (B, heads, M, 1+L)
-            # mean over mask tokens and images, sum over heads: (1+L,)
+            # softmax: ViT eq. 6; mean over mask tokens and images, sum over heads: (1+L,)
             to_each.append(scores.softmax(dim=-1).mean(2).sum((0, 1)) / len(images))
             x = block(x)                                               # (B, 1+L, E)
         attended = attended + torch.stack(to_each)                     # (decoder depth, 1+L)
@@ -319,8 +323,8 @@ def decoder_attention(mae, images):
 #      no better) are not implemented.
 #   8. Table 3d does not say which 3 and 6 maps it uses; 3,7,11 and 1,3,5,7,9,11 would be evenly
 #      spaced. Its counts exclude the input.
-#   9. For ViT-S the release has decoder_dim 256 and decoder_heads 8; A.6 says MAE's width. Neither
-#      is the default here: set the flags.
+#   9. A.6 gives all ViTs MAE's decoder width, 512, which is the default here. For ViT-S the release
+#      has decoder_dim 256 and decoder_heads 8: set the flags.
 #  10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` decodes all
 #      masked patches together, so more queries attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is

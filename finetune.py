@@ -6,7 +6,7 @@ builds a Classifier and hands both to train.fit; data, checkpoints and the loop 
 
 The recipes are those of He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022),
 Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the released code adds.
-The end of this file lists where they differ, and what we do.
+The end of this file lists where they differ. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize,
 
 # --------------------------------------------------------------------------------------- training
 def finetune(args):
-    """Run --mode finetune, scratch, linear or knn, and return the last row of its log. `args` is
-    the parsed command line."""
+    """Run --mode finetune, scratch, linear or knn, and return the last row of its log or, for knn,
+    the accuracies. `args` holds the flags and what train.start_processes adds."""
     require(args.checkpoint or args.mode == "scratch",
             f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
@@ -47,9 +47,9 @@ def finetune(args):
     require(args.mode != "linear" or args.batch_size > args.world * args.accum,
             f"--batch_size {args.batch_size}: the BatchNorm of --mode linear needs at least two "
             f"images per process and --accum piece")
-    if args.eval_every is None:                            # few labels: not after each epoch
+    if args.eval_every is None:                            # few labels make short epochs
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
-    args.pairs = args.same_draws = False                   # see train.train_step: drop path
+    args.pairs = args.same_draws = False                   # each process draws its own drop path
 
     torch.manual_seed(args.seed)
     extra_tokens = count_extra_tokens(source["model"])
@@ -85,8 +85,8 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint, mode, data if they are not the checkpoint's, and labels."""
-    # of runs/NAME or runs/NAME/last.pt NAME, of a released file its own
+    """Name a run after its checkpoint, mode, data (unless the checkpoint's) and labels (if few)."""
+    # runs/NAME and runs/NAME/last.pt give NAME, a released file its own name
     path = Path(args.checkpoint or "scratch").absolute()
     name = path.name if path.is_dir() else path.stem       # a folder's name may have a dot
     words = [path.parent.name if name == "last" else name]
@@ -101,8 +101,8 @@ def run_name(args, source_data):
 
 def augmentation(train, model, img_size, args):
     """Return make_inputs(images, labels), which returns the model's arguments, images and targets.
-    RandAugment and erasing take one image at a time, so they become train's transform, in workers.
-    """
+    RandAugment and erasing take one image at a time: they become train's transform, and images in
+    memory stay on the CPU, where workers crop them like files."""
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
@@ -116,7 +116,7 @@ def augmentation(train, model, img_size, args):
     def make_inputs(images, labels):
         crops = images if train.transform else crop_batch(images, img_size, args)
         images = normalize(crops, model)
-        if args.mix_ratio:
+        if args.mix_ratio:                                 # i-MAE Table 4
             labels = F.one_hot(labels, len(train.classes)).float()
             return [torch.lerp(x.roll(1, 0), x, args.mix_ratio) for x in (images, labels)]
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
@@ -125,7 +125,7 @@ def augmentation(train, model, img_size, args):
 
 def layer_decay_groups(model, weight_decay, layer_decay):
     """Return parameter groups, each a dict of params, weight_decay and lr_factor. In layer i this
-    factor is layer_decay ** (n - i): the embedding is layer 0, block i is layer i + 1, and
+    factor is layer_decay ** (n - i): the embedding is layer 0, block j is layer j + 1, and
     everything after the blocks is layer n. As in pretraining, parameters with fewer than two axes
     (biases and norms) get no weight decay; here learned tokens and positions get none either (BEiT;
     MAE Table 9)."""
@@ -141,7 +141,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
                          lr_factor=layer_decay ** (n - layer))
-            groups.setdefault((layer, decays), group)["params"].append(p)
+            groups.setdefault((layer, decays), group)["params"].append(p)  # keeps the first group
     return [*groups.values()]
 
 
@@ -160,13 +160,14 @@ class Classifier(nn.Module):
     """A ViT with a head: `logits(images)`, and `loss, metrics = model(images, targets)`.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
-        extra_tokens: number of learned tokens after the patches (MINR's weight tokens)
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
         pool: the features: "mean" of the patch tokens; the class "token"; mean of the "extra"
             tokens; all extra tokens "joined" into one vector, or all patch tokens if there are none
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
-        norm: whether the encoder of a probe has a final norm
+        norm: whether the encoder of a probe has a final norm; in fine-tuning on pooled tokens,
+            fc_norm takes its place (CrossMAE A.6)
         drop_path, smoothing: stochastic depth of the last block, label smoothing
         mean, std: how its input is normalised
     """
@@ -207,28 +208,29 @@ class Classifier(nn.Module):
         return (patches if self.pool == "mean" else extra).mean(dim=1)  # (B, D)
 
     def logits(self, images):
-        """Normalised images (B,C,H,W) -> logits (B,classes)."""
+        """Return the logits (B,classes) of normalised images (B,C,H,W)."""
         x = self.features(images)                          # (B, D), or (B, G*D), or (B, L*D)
         return self.head(x if self.probe else self.fc_norm(x))         # (B, classes)
 
     def classify(self, images):
-        """Images (B,C,H,W) in [0, 255] -> logits (B,classes), in eval mode."""
+        """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255],
+        not yet normalised."""
         return self.eval().logits(normalize(images, self))
 
     def forward(self, images, targets):
-        """Normalised images (B,C,H,W) and targets, classes (B,) or their probabilities (B,classes)
-        -> the cross-entropy loss and {"loss": the same, detached}."""
+        """Return the cross-entropy loss and {"loss": the same, detached} for normalised images
+        (B,C,H,W) and targets, which are classes (B,) or their probabilities (B,classes)."""
         loss = F.cross_entropy(self.logits(images).float(), targets, label_smoothing=self.smoothing)
         return loss, {"loss": loss.detach()}
 
 
-# the most that --pool joined may make; 64 patch tokens of the micro encoder make 4,096
+# the most features that --pool joined may have; 64 patch tokens of the micro encoder make 4,096
 MOST_FEATURES = 5000
 
 
 def default_pool(extra_tokens, dim):
-    """Return what is read of an encoder of width dim if --pool is not given. For MINR these are the
-    tokens that its loss trains."""
+    """Return the default --pool for an encoder of width dim. For MINR it selects the weight tokens,
+    which its loss trains."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
@@ -237,7 +239,7 @@ def default_pool(extra_tokens, dim):
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
-    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)  # item 6
+    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)  # 6, 7
 PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
 LINEAR = dict(  # MAE Table 10, with SGD for LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
@@ -254,7 +256,7 @@ RECIPES = {  # mode: recipe and small
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
     """Return the top-1 and top-5 accuracy on val in %, {"top1", "top5"}, given score(images) ->
-    (b,classes); and None, as there is no picture."""
+    (b,classes); and None, for train.fit: there is no picture."""
     sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
@@ -324,7 +326,8 @@ def evaluate_checkpoint(args):
 
 # ------------------------------------------------------------------------------- the command line
 def main(argv=None):
-    """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
+    """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict or,
+    in the modes knn and eval, which write nothing, {"top1", "top5"}."""
     parser = argparse.ArgumentParser("finetune.py", **LAYOUT)
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
@@ -337,8 +340,8 @@ def main(argv=None):
            help="fraction of each class's labels to train on, at least one label (1)")
     option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
            "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
-           "tokens joined, or all patch tokens if there are none. For MINR joined or, if that "
-           "makes too many numbers, extra; otherwise (mean)")
+           f"tokens joined, or all patch tokens if there are none (mean; for MINR joined, or extra "
+           f"if that makes more than {MOST_FEATURES} numbers)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]
@@ -349,10 +352,11 @@ def main(argv=None):
     add("erasing", "probability of erasing a rectangle of an image", type=fraction, metavar="X")
     add("mixup", "alpha of MixUp; 0: none", type=positive, metavar="X")
     add("cutmix", "alpha of CutMix; 0: none", type=positive, metavar="X")
-    add("mix_ratio", "mix each image with another, keeping this weight for itself; 0: off",
-        type=fraction, metavar="X")
+    add("mix_ratio", "mix each image with another; this is its own weight, and replaces MixUp and "
+        "CutMix; 0: off", type=fraction, metavar="X")
     add("smoothing", "label smoothing", type=fraction, metavar="X")
-    add("drop_path", "stochastic depth of the last block", type=fraction, metavar="X")
+    add("drop_path", "drop path rate (stochastic depth) of the last block", type=fraction,
+        metavar="X")
     add("layer_decay", "layer-wise learning rate decay, per layer", type=fraction, metavar="X")
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
@@ -371,7 +375,9 @@ def main(argv=None):
 #   5. Probe and nearest neighbours use mean pooling too, so that all methods are comparable; the
 #      released probe uses the class token (--pool token). MINR's weight tokens are read instead of
 #      its patch tokens, as its loss trains only those.
-#   6. Layer decay is 0.75 as in the papers; the released command for ViT-B has 0.65.
+#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none); MAE's released
+#      command for ViT-B has 0.65.
+#   7. 100 epochs are for ViT-B (MAE, CrossMAE); both have 50 for ViT-L, and HyperMAE has 50.
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ pixels: an implicit neural representation of the image, whose other layers are s
 There are no mask tokens: a masked patch costs one pass through a small MLP.
 
     B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
-    P predicted patches, p patch side, T (h,n) the learned transformation matrix; M is no count here
+    P predicted patches, p patch side, T (h,n) the learned transformation; M is a matrix, not L - K
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
@@ -32,10 +32,10 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f x, where x
-    is first the row, then the column, and f takes dim/2 geometrically spaced values from 1 to
-    sigma. They are on coords' device, and in float32: phases up to pi sigma are too large for half
-    precision. (Same in minr.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Here c is
+    first the row, then the column, and f takes dim/2 values in periods per image, spaced
+    geometrically from 1 to sigma. The features are on coords' device, and in float32: phases up to
+    pi sigma are too large for half precision. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -47,7 +47,7 @@ class HyperMAE(nn.Module):
     (item 6).
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 10)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
@@ -66,9 +66,9 @@ class HyperMAE(nn.Module):
     recipe = dict(  # Table 12; batch 512 on ImageNet-100 (Sec. 5.4); flip, crop's scale: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder
+    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
-    small_model = dict(  # a grid of 8 x 8 patches needs no high frequencies
+    small_model = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0
@@ -94,7 +94,8 @@ class HyperMAE(nn.Module):
         self.pe_dim, self.pe_sigma = pe_dim, pe_sigma
         p, q = self.encoder.patch_size
 
-        self.weight_tokens = nn.Parameter(torch.empty(n_weight_tokens, dim).normal_(std=0.02))
+        self.weight_tokens = nn.Parameter(                             # item 2
+            torch.empty(n_weight_tokens, dim).normal_(std=0.02))
         self.feat2w_blocks = nn.ModuleList(
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
         self.proj = nn.Linear(dim, hidden_dim)                         # Proj
@@ -107,10 +108,11 @@ class HyperMAE(nn.Module):
         init_weights(self)
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images and turn them into the layer M
-        (B,h,h) of the PaCo-MLP (Sec. 2.2, Feat2W); (B,2*pe_dim,h) if modulated_layer is 0."""
+        """Encode the visible patches ids_keep (B,K) of images and turn them, by Feat2W, into the
+        layer M (B,h,h) of the PaCo-MLP (Sec. 2.2); (B,2*pe_dim,h) if modulated_layer is 0. (The
+        paper counts Feat2W as a part of the decoder.)"""
         n = len(self.weight_tokens)
-        unshared = len(self.encoder.blocks) - self.shared_blocks       # without weight tokens
+        unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks for F alone
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
@@ -124,8 +126,8 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """Map coordinates (B,P,2), or (P,2) for all images, to pixels (B,P,p*p*C) by the PaCo-MLP
-        (Sec. 2.2, Algorithm 1), in which M (B,h,h) is a layer without a bias (item 7). ReLU between
-        layers, except right before and after M, unless relu_around_m (item 1)."""
+        (Sec. 2.2, Algorithm 1). M (B,h,h), a layer without a bias, is an argument (item 7). ReLU
+        between layers, except right before and after M, unless relu_around_m (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
@@ -141,13 +143,14 @@ class HyperMAE(nn.Module):
         return z + self.out_bias                                       # (B, P, p*p*C) item 3
 
     def forward(self, images, noise=None):
-        """Normalised images (B,C,H,W) and noise (B,L), random if None -> loss and metrics. The loss
-        is the mean squared error over the predicted patches (Algorithm 1), a float32 scalar;
-        metrics is {"loss": the detached loss}."""
-        ids_keep, ids, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, L-K)
+        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random if None.
+        The loss is the mean squared error over the predicted patches (Algorithm 1), a float32
+        scalar; metrics is {"loss": the detached loss}."""
+        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         M = self.encode(images, ids_keep)                  # (B, h, h) or (B, 2 pe_dim, h)
+        ids = ids_mask                                                 # (B, M) item 4
         if self.loss_on == "all":                                      # ablation: Table 11
-            ids = torch.cat([ids_keep, ids], dim=1)                    # (B, L)
+            ids = torch.cat([ids_keep, ids_mask], dim=1)               # (B, L)
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) pco
         pred = self.decode(coords, M)                                  # (B, P, p*p*C) z
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C) x_masked
@@ -156,8 +159,8 @@ class HyperMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Normalised images (B,C,H,W) -> their reconstruction (B,C,H,W) and the mask (B,L), 1 =
-        masked. Every patch is a prediction, even visible ones, which only loss_on "all" trains.
+        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
+        = masked. All patches are predicted, even visible ones, which only loss_on "all" trains.
         mask_ratio defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -165,7 +168,7 @@ class HyperMAE(nn.Module):
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, L, 2)
         pred = self.decode(coords, self.encode(images, ids_keep))      # (B, L, p*p*C)
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
-                                             leak_free)                # (B, C, H, W)
+                                             leak_free)                # (B, C, H, W) item 7
         return decoded, mask
 
 
@@ -181,7 +184,7 @@ class HyperMAE(nn.Module):
 #   4. The release predicts all patches and projects all Feat2W tokens; Algorithm 1, which we
 #      follow, predicts only the masked patches and projects only the weight tokens. Sec. 2.2 puts
 #      the weight tokens after the encoded patches, Algorithm 1 before them. The result is the same,
-#      as they have no positions; here they come last.
+#      as weight tokens have no positions; here they come last.
 #   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
 #      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256). The centres
 #      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release's go to 1024.

@@ -4,12 +4,12 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees visible patches of a weighted sum of two images. A linear layer for each image maps
-the latent to the input of a shared MAE decoder, which predicts that image: the subordinate one (of
-smaller weight), then the dominant one. A frozen MAE, the teacher, gives each latent a target.
+its output to a latent z, from which a shared MAE decoder predicts that image: the subordinate one
+(of smaller weight), then the dominant one. A frozen MAE, the teacher, gives each z a target, w.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha x + (1-alpha) y, of images x and partners y; x_1, x_2 = the two as subordinate and
-    dominant; z_i = a branch's latent, w_i the teacher's
+    dominant; z_i = the latent of branch i, w_i = the teacher's of x_i
     mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
@@ -22,22 +22,23 @@ from torch import nn
 from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair, require,
                  sincos_pos_embed)
 
-ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # Section 2, Figures 2 and 4
+ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # Figure 4; Figure 2 from 0.1
 
 
 class IMAE(nn.Module):
     """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts all
-    patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, targets not normalised.
+    patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, and targets that are not
+    normalised; for ImageNet see item 8.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         teacher: None, or dict(dim, depth, heads) of a frozen MAE's encoder (see teacher_of)
         mask_ratio: fraction of patches to mask (Table 1: 0.75, but 0.5 on ImageNet)
         norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)
         decoder_dim: width of the decoder (MAE's)
         decoder_depth: number of decoder blocks (MAE's)
         decoder_heads: attention heads of the decoder (MAE's)
-        branches: 2, or 1 for the subordinate image alone (Section 3)
+        branches: 2, or 1 for the subordinate image alone (Sections 2 and 3)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         alpha: fixed weight of the first image; None: drawn from Beta(beta, beta)
         distill_weight: weight of the distillation loss, Algorithm 1's c; None: 1 with a teacher, 0
@@ -48,13 +49,13 @@ class IMAE(nn.Module):
         # blr 1.5e-4, with --same_class 3.5e-4 (Table 2)
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder: MAE's, without augmentation as on
-    # CIFAR (Table 1)
+    # ours, for images up to 64 pixels or the micro encoder: MAE's, without augmentation as on CIFAR
+    # (Table 1); first for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0
-    pairs = True                                                       # train.py draws partners
+    pairs = True                                           # train.py draws partners, item 7
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -84,29 +85,30 @@ class IMAE(nn.Module):
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         init_weights(self)                                             # item 6
         self.teacher = None
-        if teacher:                                                    # E_m, loaded by train.py
+        if teacher:                                        # E_m and its decoder embedding, item 2
             self.teacher = nn.ModuleDict(dict(
                 encoder=ViT(img_size, patch_size, in_chans, **teacher),
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
     def mix_images(self, images, partners, alpha):
         """Mix images and partners (B,C,H,W), where alpha, a number or (B,), is the weight of
-        images. Returns mix (B,C,H,W), and the two as (subordinate, dominant). At exactly 0.5 images
-        are the subordinate ones (item 3). Raises ValueError if their shapes differ."""
+        images. Returns mix (B,C,H,W), and the two as (subordinate, dominant). If alpha is exactly
+        0.5, `images` are subordinate (item 3). Raises ValueError if their shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
         # (1, 1, 1, 1) or (B, 1, 1, 1)
         alpha = torch.as_tensor(alpha, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
-        mix = alpha * images + (1 - alpha) * partners                  # (B, C, H, W)
+        mix = alpha * images + (1 - alpha) * partners                  # (B, C, H, W) Algorithm 1
+        # item 3
         x_1 = torch.where(alpha <= 0.5, images, partners)              # (B, C, H, W) subordinate
         x_2 = torch.where(alpha <= 0.5, partners, images)              # (B, C, H, W) dominant
         return mix, (x_1, x_2)
 
     def encode(self, mix, ids_keep):
         """Encode the visible patches ids_keep (B,K) of mix: the latents [z_1, z_2], (B,1+K,E) each.
-        Algorithm 1's E_i is one encoder for both branches."""
-        latent = self.encoder(mix, ids_keep)                           # (B, 1+K, D) E_i(mix)
-        return [F_i(latent) for F_i in self.decoder_embed]             # z_i = F_i(latent)
+        The i in Algorithm 1's encoder E_i and decoder D_i stands for i-MAE: each exists once."""
+        mixed = self.encoder(mix, ids_keep)                            # (B, 1+K, D) E_i(mix)
+        return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
     def decode(self, z, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from a latent z (B,1+K,E): (B,P,p*p*C). P = M
@@ -123,18 +125,18 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def teach(self, images, ids_keep):
         """Return the teacher's latents w (B,1+K,E) of the patches ids_keep (B,K) of images."""
-        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) item 1
+        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) E_m, item 1
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E) item 2
 
     def forward(self, images, noise=None, partners=None, alpha=None):
-        """Normalised images and partners (B,C,H,W), noise (B,L), random if None, and alpha, the
-        weight of images, a number or (B,), by draw_alpha if None -> loss and metrics. Partners are
-        Algorithm 1's perm(img), drawn by train.py; if None, each image's predecessor in the batch.
+        """Return loss and metrics for normalised images and partners (B,C,H,W). noise (B,L) is
+        random if None. Partners are Algorithm 1's perm(img); if None, each image's predecessor in
+        the batch (item 7). alpha, a number or (B,), is the weight of images; None means draw_alpha.
 
-        Each branch adds the mean squared error over its image's masked patches and, to "distill",
-        the one between its latent and the teacher's (items 1, 2, 4). The loss is a float32 scalar,
-        metrics its parts, detached: {"loss", "subordinate", "dominant" (if that branch exists),
-        "distill" (before distill_weight)}."""
+        Each branch contributes the mean squared error over its image's masked patches and, as
+        "distill", that between its latent and the teacher's (items 1, 2, 4). The loss is a float32
+        scalar, metrics its parts, detached: {"loss", "subordinate", "dominant" (if that branch
+        exists), "distill" (before distill_weight)}."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -145,7 +147,7 @@ class IMAE(nn.Module):
             target = self.encoder.targets(x, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C) item 5
             recon.append((pred.float() - target).square().mean())      # MSE(p_i, t_i)
             if self.distill_weight > 0:
-                w = self.teach(x, ids_keep)                            # (B, 1+K, E) E_m(x_i)
+                w = self.teach(x, ids_keep)                            # (B, 1+K, E) w_i
                 distill = distill + (z.float() - w.float()).square().mean()  # l2_loss(z_i, w_i)
         loss = self.distill_weight * distill + sum(recon)              # c distill + recon, item 4
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
@@ -154,17 +156,18 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Normalised, unmixed images (B,C,H,W) -> their reconstruction (B,C,H,W) by the last branch
-        (the dominant one, unless `branches` is 1) and the mask (B,L), 1 = masked. Every patch is a
-        prediction, even visible ones, which the loss ignores. mask_ratio defaults to the model's;
-        for leak_free see ViT.paste_patches."""
+        """Return the reconstruction (B,C,H,W) of normalised, unmixed images (B,C,H,W) by the last
+        branch (the dominant one, unless `branches` is 1), and the mask (B,L), 1 = masked. All
+        patches are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
+        model's; for leak_free see ViT.paste_patches."""
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
     @torch.no_grad()
     def unmix(self, images, partners, alpha, noise=None, mask_ratio=None, leak_free=False):
-        """Mix images and partners, where alpha is the weight of images, and decode each branch:
-        [subordinate, dominant] of (B,C,H,W), and the mask (B,L). The rest: see reconstruct."""
+        """Mix images and partners, where alpha is the weight of images, and decode each branch.
+        Returns [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). leak_free takes mean
+        and variance from the mixture's visible pixels. For the other arguments see reconstruct."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -219,10 +222,10 @@ class IMAE(nn.Module):
             "subordinate image, dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Return latents of images (N,C,H,W), each mixed with its predecessor as the dominant
-        image: {"mixed": the encoder's, "control": the teacher's, of the mixture, "branch NAME": z,
-        "teacher NAME": w}, each (N,1+K,D or E). All use one mask, so token t is always the same
-        patch."""
+        """Mix each of images (N,C,H,W) with its predecessor as the dominant image (alpha up to
+        0.5), and return {"mixed": the encoder's output for the mixture, "control": the teacher's;
+        and for each of names, those of the branches, "branch NAME": z, "teacher NAME": w}, each
+        (N,1+K,D or E). All use one mask, so token t is always the same patch."""
         parts = defaultdict(list)
         for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
             ids_keep, _, _ = self.encoder.mask(x, self.same_noise(x), self.mask_ratio)
@@ -288,8 +291,8 @@ def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
     gram = x.T @ x                                                     # (a, a)
     gram += weight * gram.diagonal().mean() * torch.eye(len(gram))     # lambda I
-    left = y_val - x_val @ torch.linalg.solve(gram, x.T @ y)           # (N*T, b)
-    return 1 - (left.square().sum() / y_val.square().sum()).item()
+    residual = y_val - x_val @ torch.linalg.solve(gram, x.T @ y)       # (N*T, b)
+    return 1 - (residual.square().sum() / y_val.square().sum()).item()
 
 
 # ------------------------------------------------------------------- what train.py needs for pairs
@@ -297,8 +300,8 @@ def draw_partners(indices, labels, same_class, generator):
     """Draw partners (n,) for the images `indices` (n,), out of N images with labels (N,).
     same_class None: any other image. Otherwise semantics-enhanced sampling (Section 1, Table 2): a
     fraction r = same_class of the partners come from the same class, the rest from other classes.
-    The k-th is of the same class if floor((k+1) r) > floor(k r), which spreads them evenly over
-    batches."""
+    The k-th of `indices` gets one of its own class if floor((k+1) r) > floor(k r), which spreads
+    them evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 
@@ -316,15 +319,15 @@ def draw_partners(indices, labels, same_class, generator):
     sizes = labels.bincount()                              # of the classes (2 2)
     size = sizes[labels[indices]]                          # of each image's class (2 2 2 2)
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # of its class in by_class (2 0 2 0)
-    # a place in the class, not its own (3 1 2 0), or one outside, after the class (0 or 1 for 0)
+    # a place in its class, not its own (3 1 2 0), or one in another class (image 0: place 0 or 1)
     mate = start + (place - start + 1 + choose(size - 1)) % size
     other = (start + size + choose(N - size)) % N
     return by_class[torch.where(same, mate, other)]        # same class: (2 3 0 1)
 
 
 def check_same_class(labels, classes, same_class):
-    """Raise InputError if draw_partners could not find partners: labels (N,), class names (empty:
-    unlabelled) and its argument same_class."""
+    """Raise InputError if draw_partners could not find partners among images with labels (N,) and
+    class names (empty: unlabelled), for a fraction same_class or None."""
     if same_class is None:
         return
     sizes = labels.unique(return_counts=True)[1]           # of each class

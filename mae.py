@@ -25,7 +25,7 @@ class MAE(nn.Module):
     (paper: plain pixels, although Table 1d finds normalised ones better).
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (Figure 5)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1d)
         decoder_dim: width of the decoder (Table 1b)
@@ -33,15 +33,15 @@ class MAE(nn.Module):
         decoder_heads: attention heads of the decoder (release)
     """
 
-    recipe = dict(  # Table 8; 800 epochs: Table 1; flip: Sec. 4.1; crop: release
+    recipe = dict(  # Table 8; 800 epochs: Table 1; flip: Sec. 4.1; the crop's scale: release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder: training's values and the model's
+    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # of the input's channels
-    lr_scale = 1.0                                         # CrossMAE has another
+    lr_scale = 1.0                                         # a factor; CrossMAE has its own
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -53,7 +53,7 @@ class MAE(nn.Module):
 
         self.decoder_embed = nn.Linear(dim, decoder_dim)               # Appendix A.1
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))  # item 5
-        self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
+        self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E) item 6
             sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)
         self.decoder_blocks = nn.ModuleList(
             Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
@@ -63,7 +63,7 @@ class MAE(nn.Module):
 
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images (Sec. 3, "MAE encoder"): (B,1+K,D).
-        It sees no mask tokens, which do not occur after pretraining either (Table 1c)."""
+        The encoder never sees mask tokens: after pretraining there are none (Table 1c)."""
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
@@ -82,14 +82,14 @@ class MAE(nn.Module):
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
-        x = x[:, -P:]                                                  # (B, P, E) item 1
+        x = x[:, -P:]                                                  # (B, P, E) items 1, 2
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Normalised images (B,C,H,W) and noise (B,L), random if None -> loss and metrics. The loss
-        is the mean squared error between the masked patches and what encode and decode predict for
-        them, a float32 scalar; metrics is {"loss": the detached loss}."""
-        # too few stay visible to fill in the rest from neighbouring patches (Sec. 3; item 4)
+        """Return loss and metrics for normalised images (B,C,H,W). Patches with low noise (B,L)
+        stay visible; None draws it. The loss is the mean squared error between masked patches and
+        their predictions, a float32 scalar; metrics is {"loss": the detached loss}."""
+        # so few stay visible that the rest cannot be copied from neighbours (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees a quarter of the patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
@@ -103,8 +103,8 @@ class MAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Normalised images (B,C,H,W) -> their reconstruction (B,C,H,W) and the mask (B,L), 1 =
-        masked. Every patch is a prediction, even visible ones, which the loss ignores. mask_ratio
+        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
+        = masked. All patches are predicted, even visible ones, which the loss ignores. mask_ratio
         defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)

@@ -5,12 +5,11 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 ECCV 2022) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc has both).
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
-a ViT reads the image with 75% of its patches set to zero, along with weight tokens. Its outputs for
-these tokens become weights of the MLP, in one of two ways, GINR's or TransINR's. The MLP renders
-every pixel, masked or visible, at any resolution.
+a ViT reads an image with 75% of its patches set to zero, along with weight tokens, which become
+weights of the MLP (by GINR or TransINR). The MLP renders every pixel, at any resolution.
 
-    B images, L patches, K visible, D width, G weight tokens, N rendered pixels
-    layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
+    B images, L patches, K visible, D width, N rendered pixels, G weight tokens (extra tokens of the
+    ViT); layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
     images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
     coordinates (N,2) and weights -> colours (B,N,C)
 """
@@ -34,10 +33,10 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f x, where x
-    is first the row, then the column, and f takes dim/2 geometrically spaced values from 1 to
-    sigma. They are on coords' device, and in float32: phases up to pi sigma are too large for half
-    precision. (Same in hypermae.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Here c is
+    first the row, then the column, and f takes dim/2 values in periods per image, spaced
+    geometrically from 1 to sigma. The features are on coords' device, and in float32: phases up to
+    pi sigma are too large for half precision. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -45,12 +44,13 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size, `encoder` gives features. Images are in [0, 1]. Defaults are the paper's
-    (182 x 182 pixels, a grid of 14 x 14 patches, 75% masked, 5 layers, the second modulated, all
-    pixels in the loss) or, where it gives none, the release's.
+    `render` at any size, `encoder` gives features. Images are in [0, 1]. "Paper" refers to a
+    summary of it, which is all we had. Defaults are the paper's (182 x 182 pixels, a grid of 14 x
+    14 patches (item 1), 75% masked, 5 layers, the second modulated, all pixels in the loss) or,
+    where it gives none, the release's.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: of the encoder, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
         hypernetwork: ginr (in one layer, the matrix product of predicted and shared weights) or
             transinr (in all layers, their elementwise product) (Sec. 3.2, item 3)
@@ -58,9 +58,9 @@ class MINR(nn.Module):
             second for ginr, all for transinr (Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: weight tokens per modulated layer, at most its number of outputs: the rank (ginr) or
-            the number of columns, which are repeated (transinr); None: 256 for ginr, 64 for
-            transinr (release)
+        groups: number of weight tokens per modulated layer, at most its number of outputs; they are
+            the rank (ginr) or the columns, which are repeated (transinr); None: 256 for ginr, 64
+            for transinr (release; item 8)
         ff_dim: number of cosine features, and of sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image; None: 128 for
             ginr, 1024 for transinr (release)
@@ -78,7 +78,7 @@ class MINR(nn.Module):
         # no --coord_jitter
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # ours, for images up to 64 pixels and for the micro encoder
+    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
     small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     small_model = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
@@ -123,7 +123,7 @@ class MINR(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # shared by all images
         for i, (a, b) in enumerate(zip(widths, widths[1:])):
             g = self.groups.get(i)
-            if g and hypernetwork == "ginr":               # the factor shared by all images
+            if g and hypernetwork == "ginr":               # the factor shared by images (item 4)
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)        # N(0, 1/(g a))
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
@@ -133,10 +133,10 @@ class MINR(nn.Module):
             for i in self.groups})
 
     def encode(self, images, ids_keep, mask):
-        """Encode images (B,C,H,W), whose visible patches are ids_keep (B,K), where mask (B,L) is 0
-        (Sec. 3.2). Returns the weight tokens (B,G,D) after the last block: the encoder's extra
-        tokens. finetune.py reads them too, because the loss does not reach what the patch tokens
-        become in the last block."""
+        """Encode masked images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
+        mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block: the encoder's
+        extra tokens. finetune.py classifies these too, because patch tokens get no gradient from
+        the loss after the last block."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -147,7 +147,7 @@ class MINR(nn.Module):
     def modulate(self, tokens):
         """Turn weight tokens (B,G,D), grouped by modulated layer, into all layers of the MLP (Sec.
         3.2), a list of (weights, biases): weights are image-specific (B,a,b) or shared (a,b),
-        biases (b,). Every column of weights is normalised (item 5)."""
+        biases (b,). Every column of weights is scaled to length 1 (item 5)."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
         for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
@@ -155,7 +155,7 @@ class MINR(nn.Module):
                 W = shared                                             # (a, b)
             else:
                 predicted = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)  # (B, a, g)
-                if self.hypernetwork == "ginr":            # g rows are shared: W has rank g
+                if self.hypernetwork == "ginr":            # g shared rows: rank at most g (item 3)
                     W = predicted @ shared                             # (B, a, b)
                 else:                                      # columns 0 ... g-1 repeat (item 3)
                     W = predicted.repeat(1, 1, len(bias) // self.groups[i]) * shared  # (B, a, b)
@@ -163,9 +163,10 @@ class MINR(nn.Module):
         return layers
 
     def decode(self, coords, layers):
-        """The MLP: coordinates (N,2), the same for all images, or (B,N,2), and the layers of
-        modulate -> colours (B,N,C). With (N,2), layers before the first image-specific one run only
-        once. Under autocast the hidden layers run in its dtype; colours are float32."""
+        """Evaluate the MLP with the layers from modulate: return the colours (B,N,C) at coordinates
+        (N,2), the same for all images, or (B,N,2). With (N,2), layers before the first
+        image-specific one run only once. Under autocast the hidden layers run in its dtype; colours
+        are float32."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
         x = x.to(layers[-1][0].dtype)                                  # (N, a_0)
         for i, (W, bias) in enumerate(layers):
@@ -175,10 +176,10 @@ class MINR(nn.Module):
         return x + bias + self.out_bias                                # (B, N, C) item 5
 
     def forward(self, images, noise=None):
-        """Images (B,C,H,W) in [0, 1] and noise (B,L), random if None -> loss and metrics. The loss
-        is the mean squared error over all pixels, or over masked ones, a float32 scalar; metrics is
-        {"loss": the detached loss}. In training, coord_jitter and pixel_fraction draw from torch's
-        generator, the same for all images."""
+        """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random if None.
+        The loss is the mean squared error over all pixels, or over masked ones, a float32 scalar;
+        metrics is {"loss": the detached loss}. In training, coord_jitter and pixel_fraction draw
+        from torch's generator, the same for all images."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
         layers = self.modulate(self.encode(images, ids_keep, mask))
         H, W = self.encoder.img_size
@@ -196,17 +197,19 @@ class MINR(nn.Module):
         pred = self.decode(coords, layers)                             # (B, N, C)
         error = (pred.float() - target).square().mean(dim=2)           # (B, N)
         if self.loss_on == "all":
-            loss = error.mean()                                        # Sec. 3.1: L2, all pixels
+            loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # over the expected number of masked pixels, so that --accum pieces give the same loss
+            # a mean over masked pixels, as if pixel_fraction rendered just the masked fraction of
+            # them: dividing by their actual number would change the loss with --accum
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Images (B,C,H,W) -> the same, masked and rendered at their own size (B,C,H,W), and the
-        mask (B,L), 1 = masked. Every pixel is rendered, none is copied. mask_ratio defaults to the
-        model's; leak_free changes nothing, as nothing is normalised."""
+        """Mask images (B,C,H,W) and render them at their own size. Returns rendered images
+        (B,C,H,W) and the mask (B,L), 1 = masked. Every pixel is rendered, none is copied.
+        mask_ratio defaults to the model's; leak_free changes nothing, as targets are plain pixels.
+        """
         return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
 
     @torch.no_grad()
@@ -236,19 +239,20 @@ class MINR(nn.Module):
                              "upscaled bicubically", torch.stack([large, upscaled], dim=1))}
 
 
-# Paper and release: where they differ or are silent, and what we do. We had only a summary of the
-# paper, with few section numbers; "paper" refers to that summary.
+# Paper and release: where they differ or are silent, and what we do
 #   1. For images of 182 x 182 pixels, the paper's "14 x 14 patches" can mean a grid of 14 x 14
 #      patches (13 pixels wide) or patches of 14 x 14 pixels. We use the grid, because the release
 #      masks patches of 13 pixels. The release's tokens are patches of 9 pixels; ours are the
 #      masking patches themselves.
 #   2. The release masks each patch independently with probability 0.75; we mask the same number in
 #      every image.
-#   3. In the paper TransINR predicts all weights. In the release the predicted columns are repeated
-#      and multiplied with shared ones elementwise, and biases are shared. We follow the release.
+#   3. In the paper TransINR predicts all weights; how GINR predicts its layer is not said. In the
+#      release TransINR's predicted columns are repeated and multiplied with shared weights
+#      elementwise, GINR's are multiplied with a shared factor as matrices, and biases are shared.
+#      We follow the release.
 #   4. The release's modulated GINR layers also hold shared weights that are never used; we leave
 #      them out.
-#   5. As in the release, every column of weights is normalised, in shared layers too, and
+#   5. As in the release, every column of weights is scaled to length 1, in shared layers too, and
 #      `out_bias` is added to the output.
 #   6. The release's ViT has learned positions and dropout; here it is vit.ViT: fixed positions, a
 #      class token and, as in the release, no final norm.

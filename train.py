@@ -1,12 +1,12 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
 Read it from the top: `pretrain` opens the data, builds the model, and hands both to `fit`, which
-calls `train_epoch`, which calls `train_step`: forward, backward and optimizer step. Then come what
-these use, model and recipe, evaluation, data, checkpoints, processes, and the command line.
+calls `train_epoch`, which calls `train_step`: forward, backward and optimizer step. After them come
+their helpers, then model and recipe, evaluation, data, checkpoints, processes, the command line.
 
-Crops and masks are drawn from (seed, epoch, step) for the whole batch, and each process takes its
-part; crops of image files are drawn from (seed, epoch, image). N processes therefore pretrain like
-one, and a resumed run continues as if it had never stopped. finetune.py uses the same loop.
+Each step is seeded from (seed, epoch, step). Each process draws for the whole batch and keeps its
+own part, so N processes pretrain like one. Crops of files are drawn from (seed, epoch, image). A
+resumed run therefore needs no saved random state. finetune.py uses the same loop.
 
 A method is a class like those in METHODS; the README lists what it must provide ("Fork").
 """
@@ -52,15 +52,15 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 # --------------------------------------------------------------------------------------- training
 def pretrain(args):
-    """Train the model of --method on --data, and return the last row of its log. `args` is the
-    parsed command line."""
+    """Train the model of --method on --data, and return the last row of its log. `args` holds the
+    flags and, from start_processes, rank, world, local_rank, device and dtype."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     train, val, img_size = open_data(args.data, args.img_size, args)
     model, config = build_model(args, train, img_size)
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
-    args.same_draws = True                                 # see train_step
-    if train.transform:                                    # workers read files, and crop them
+    args.same_draws = True                                 # of MINR's pixels, see train_step
+    if train.transform:                                    # files: crop at random, not the centre
         train.transform = crop_transform(img_size, args)
 
     def make_inputs(images, labels):
@@ -68,7 +68,7 @@ def pretrain(args):
         parts = images.chunk(2 if args.pairs else 1)
         crops = parts if train.transform else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = [normalize(x, model) for x in crops]
-        # noise decides the mask: in each image, the patches with the lowest noise stay visible
+        # noise decides the mask: the patches of an image with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
         alpha = [model.draw_alpha(args.device)] if args.pairs else []
         return images, local_part(noise, args), *partners, *alpha
@@ -132,8 +132,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         if (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs:
             evaluate_and_save(row)
         write_log()
-        scores = [f"{name} {row[name]:.2f}" for name in ("psnr_masked", "top1") if name in row]
-        print(f"epoch {epoch + 1}:", ", ".join([f"loss {row['loss']:.4f}", *scores,
+        shown = [f"{name} {row[name]:.2f}" for name in ("psnr_masked", "top1") if name in row]
+        print(f"epoch {epoch + 1}:", ", ".join([f"loss {row['loss']:.4f}", *shown,
               f"{row['img_s']:.0f} img/s", f"wait {row['wait']:.1%}"]), flush=True)
     print(f"see     {log} and {last}")
     return history[-1]
@@ -147,7 +147,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
                steps, unit="img", unit_scale=args.batch_size, leave=False,
                disable=args.rank > 0 or not sys.stderr.isatty())
-    began = asked = told = perf_counter()                  # told: when a line was printed
+    began = asked = told = perf_counter()                  # asked for a batch, told the state
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
@@ -160,11 +160,11 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         metrics = train_step(net, optimizer, scaler, inputs, step_seed + 1, args)
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0) + value
-        if step % 20 == 0 or step == steps:                # the only host-device sync
+        if step % 20 == 0 or step == steps:                # the loop's only host-device sync
             check = [metrics["loss"], *(net.parameters() if step == steps else ())]
             if not all(x.isfinite().all() for x in check):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
-                                 f"{step}, lr {lr:.1e}: --resume with a lower --lr, --clip_grad")
+                                 f"{step}, lr {lr:.1e}: --resume with a lower --lr or --clip_grad")
             state = f"loss {metrics['loss']:.4f}, lr {lr:.1e}"
             bar.set_postfix_str(state)
             if not sys.stderr.isatty() and perf_counter() - told > 60:
@@ -183,11 +183,11 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
     metrics, {name: value}, on the device. Never synchronises host and device."""
     metrics = {}
     for i in range(args.accum):
-        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # i-MAE's alpha: a number
+        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # 0-dim: i-MAE's alpha
         # in pretraining all pieces and processes draw the same numbers inside the model (MINR's
         # pixels); in fine-tuning each draws its own (drop path)
         torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
-        sync_gradients = args.world == 1 or i + 1 == args.accum        # once, after the last piece
+        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: with the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 loss, values = net(*piece)
@@ -217,8 +217,9 @@ def draw_batches(train, steps, seed, args):
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7: linear warmup from 0 to lr over
-    warmup_epochs, then constant or half a cosine from lr to min_lr until args.epochs."""
+    """Return the learning rate at a fractional epoch t, e.g. 3.7: linear warmup from 0, which the
+    first step gets (release), to lr over warmup_epochs, then constant or half a cosine from lr to
+    min_lr until args.epochs."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -282,7 +283,7 @@ def build_model(args, train, img_size):
     apply_recipe(args, {**method_arguments(cls), **cls.recipe}, {**cls.small, **cls.small_model},
                  config, len(train.labels))
     config.update({name: getattr(args, name) for name in method_arguments(cls)})
-    if hasattr(cls, "pairs"):
+    if getattr(cls, "pairs", False):
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation (pass an MAE with --teacher)'}")
         if args.teacher:
@@ -320,8 +321,8 @@ def method_arguments(cls):
 
 def apply_recipe(args, recipe, small, config, n):
     """Fill in each flag that was not given: from the recipe or, for images up to 64 pixels and for
-    the micro encoder, from `small`. `config` holds the encoder's sizes; n is the number of training
-    images, of which the default batch takes at most a tenth."""
+    the micro encoder, from `small`. `config` holds the encoder's sizes. n is the number of training
+    images; the default batch size is at most a tenth of it."""
     if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
         recipe = {**recipe, **small}
     recipe = {**SHARED, **recipe}
@@ -335,8 +336,8 @@ def apply_recipe(args, recipe, small, config, n):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
     require(len(args.betas) == 2 and all(0 <= beta < 1 for beta in args.betas),
             f"--betas {args.betas} must be two numbers in [0, 1), e.g. 0.9,0.95")
-    if "warmup_epochs" not in given and args.warmup_epochs > args.epochs > 0:
-        args.warmup_epochs *= args.epochs / recipe["epochs"]           # a short run: in proportion
+    if "warmup_epochs" not in given and 2 * args.warmup_epochs > args.epochs > 0:
+        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])   # a short run: in proportion
     require(args.warmup_epochs <= args.epochs or args.epochs == 0,
             f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
@@ -352,6 +353,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded"), 0)
     for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
+        # 7: any fixed number, so that masks do not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
         with autocast(args):
@@ -407,7 +409,7 @@ def compare(args):
             picture = Path(path).with_name(f"{name}.png")
             notes.append(f"see     {picture}: {caption}")
             save_picture(denormalize(cells, model).unbind(1), picture)
-    require(rows, f"--eval {' '.join(args.eval)}: none is a checkpoint of train.py")
+    require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
     picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
@@ -450,7 +452,8 @@ def as_table(rows):
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
     """Training or validation images: uint8 (N,C,H,W), in memory, or N file names; labels (N,), -1
-    for none; class names. Files have a `transform`, and workers load them."""
+    for none; class names. With a `transform`, which files always have, workers load images one by
+    one; without, crop_batch crops whole batches."""
 
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
@@ -461,7 +464,7 @@ class ImageDataset(Dataset):
     def __getitem__(self, i):
         """Return image i, with random transforms seeded by (seed, i), and its label."""
         image, label = self.read(i)
-        # torch.manual_seed would seed CUDA too, which a forked worker must not touch
+        # torch.manual_seed would also seed GPUs, which takes 100 times as long
         torch.default_generator.manual_seed(hash((self.seed, i)))
         return (self.transform(image) if self.transform else image), label
 
@@ -494,7 +497,8 @@ def open_data(name, img_size, args):
     memory are on the device."""
     if name == "shapes":
         size = img_size or (32, 32)
-        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES]) for n in (10_000, 1_000)]
+        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES])     # n is also the seed
+                    for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
         if args.local_rank > 0:
@@ -544,14 +548,14 @@ def open_folder(root, img_size, args):
             loader = tqdm(file_loader(dataset, pieces, args), "reading", leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
             for ids, (part, labels) in zip(pieces, loader):
-                images[ids], dataset.labels[ids] = part, labels        # of what replaces a file
+                images[ids], dataset.labels[ids] = part, labels        # a file may be replaced
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
 
 
 def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
-    from a plain folder of images, of which about 5%, chosen by a hash of the name, are held out."""
+    from a plain folder of images. About 5% of these, chosen by a hash of the name, are held out."""
     if (root / "train").is_dir():
         train, val = (ImageFolder(root / part) for part in ("train", "val"))
         different = sorted({*train.classes} ^ {*val.classes})
@@ -579,8 +583,8 @@ PIECE = 64
 
 
 def file_loader(dataset, pieces, args):
-    """Return a loader of images (b,C,H,W), uint8, and labels (b,), for each of `pieces`, indices
-    (b,): read and transformed by workers."""
+    """Return a loader that yields images (b,C,H,W), uint8, and labels (b,) for each of `pieces`,
+    which are indices (b,). Workers read and transform the images."""
     workers = min(args.workers, len(pieces))
     fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
     return DataLoader(dataset, batch_sampler=[ids.tolist() for ids in pieces], num_workers=workers,
@@ -589,8 +593,8 @@ def file_loader(dataset, pieces, args):
 
 
 def load_images(dataset, batches, args, seed=0):
-    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, indices
-    (b,): from memory, or from files."""
+    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, which
+    are indices (b,). Images come from memory or, with a transform, from workers."""
     to_device = dict(device=args.device, non_blocking=args.device.type == "cuda")
     if dataset.transform is None:
         for ids in batches:
@@ -619,24 +623,27 @@ def val_batches(dataset, args, img_size, most=None):
 def crop_batch(images, img_size, args):
     """Do what crop_transform does for this process's in-memory images (b,C,H,W), with a separate
     crop for each (torchvision would use one for the whole batch); float, bilinear. Crops taller or
-    wider than the image are clipped to it."""
+    wider than the image are clipped to it. Images of another aspect ratio than img_size are
+    stretched, as in validation."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
-    area, ratio, y, x, coin = draws.unbind(1)                          # (b,) each, in [0, 1)
+    area, root, y, x, coin = draws.unbind(1)                           # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image's
-    ratio = ((2 * ratio - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()  # root of w / h
-    h, w = (area.sqrt() / ratio).clamp(max=1), (area.sqrt() * ratio).clamp(max=1)
-    y, x, zero = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w), torch.zeros_like(h)  # the centre
-    w_flipped = torch.where(coin < 0.5 * args.flip, -w, w)
+    # root of the aspect ratio w / h, from 3/4 to 4/3; 1 without a crop
+    root = ((2 * root - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
+    h, w = (area.sqrt() / root).clamp(max=1), (area.sqrt() * root).clamp(max=1)
+    y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
+    w_flipped, zero = torch.where(coin < 0.5 * args.flip, -w, w), torch.zeros_like(h)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
     points = F.affine_grid(theta, (len(theta), 1, *img_size), align_corners=False)
     H, W = images.shape[2:]
-    for axis, side in ((0, W), (1, H)):                    # no further out than the border pixels
+    for axis, side in ((0, W), (1, H)):        # like padding_mode "border", which MPS may lack
         points[..., axis].clamp_(1 / side - 1, 1 - 1 / side)
     return F.grid_sample(images.float(), points, align_corners=False)  # (b, C, h', w')
 
 
 def crop_transform(img_size, args, *more):
-    """Return torchvision's random resized crop and flip of an image (C,h,w), and then `more`."""
+    """Return torchvision's random resized crop and flip of an image (C,h,w), and then `more`. For
+    images in memory, crop_batch replaces it, unless there is more."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -668,7 +675,8 @@ def read_image(file):
     return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
-SHAPES = {  # m, q, k of the outline at angle a, (|cos ma/4|^k + |sin ma/4|^k) ^ -1/q (Gielis)
+# m, q, k of the outline, of radius (2^(k/2-1) (|cos ma/4|^k + |sin ma/4|^k)) ^ -1/q at angle a
+SHAPES = {  # (Gielis; the factor makes the largest radius 1)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
@@ -716,7 +724,7 @@ def save(path, content):
     """Write a checkpoint atomically: `path` holds either the complete old file or the complete new
     one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:                    # Python's: torch's hides a full disk
+    with open(temporary, "wb") as file:                    # torch's own would hide a full disk
         torch.save(content, file)
     os.replace(temporary, path)
 
@@ -734,7 +742,7 @@ def read(path, heads=None):
         raise
     except Exception as error:                             # a broken file can raise anything
         why = " ".join(str(error).split())[:150]
-        raise InputError(f"{path} is damaged, or no checkpoint of weights alone: {why}") from None
+        raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -744,8 +752,9 @@ def read(path, heads=None):
         content = from_older(content)
     cls = METHODS.get(content["method"], MAE)
     config = dict(content["config"])
-    for name, parameter in inspect.signature(cls).parameters.items():  # a loop of one's own may
-        if name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads"):  # leave it out
+    for name, parameter in inspect.signature(cls).parameters.items():
+        # a file from a loop of one's own may leave these out
+        if name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads"):
             config.setdefault(name, parameter.default)
         if name in ("img_size", "patch_size"):
             config[name] = pair(config[name])
@@ -753,8 +762,8 @@ def read(path, heads=None):
 
 
 def from_older(content):
-    """Bring a checkpoint from before 2026-11-23 to today's names. It has no optimizer any more,
-    whose moments are in another order and shape."""
+    """Bring a checkpoint from before 2026-11-23 to today's names. Drops the state of its optimizer,
+    whose moments have another order and shape."""
     state, config = linear_patch_embed(content["model"]), dict(content["config"])
     if content["method"] == "minr" and "weight_tokens" in state:
         state["encoder.extra_tokens"] = state.pop("weight_tokens")
@@ -763,7 +772,7 @@ def from_older(content):
     if config.get("include_input", True) is None:          # CrossMAE: yes
         config["include_input"] = True
     require(not config.pop("inter_block_attention", False),
-            "an MAE with inter-block attention: see tests/REFERENCE.md for its class")
+            "MAE has no inter_block_attention any more: see tests/REFERENCE.md for its class")
     return {k: v for k, v in dict(content, model=state, config=config).items() if k != "optimizer"}
 
 
@@ -775,11 +784,11 @@ def data_of(content, path, args):
 
 
 def load(path, methods=METHODS):
-    """Return the model in a checkpoint from train.py, or of another {method: class}, in eval mode,
-    with the class_names of its data."""
+    """Return the model in a checkpoint, in eval mode, with the class_names of its data. `methods`,
+    {method: class}, are those that it may be of."""
     content = read(path)
-    require(content["method"] in methods,
-            f"{path} is of method {content['method']}, not {', '.join(methods)}")
+    require(content["method"] in methods, f"{path} has method {content['method']}, which is none "
+                                          f"of {', '.join(methods)}")
     model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
@@ -788,8 +797,10 @@ def load(path, methods=METHODS):
 
 def initialize(model, content, path):
     """Initialise `model` from the encoder in a checkpoint's content, as read from `path`, and from
-    its decoder or head if that matches. Prints what is not."""
-    state, grid = content["model"], grid_of(**content["config"]) if content["method"] else None
+    its decoder or head if that matches. Prints what is not initialised or not loaded."""
+    state, grid = content["model"], None                   # None: square, of a released file
+    if content["method"]:
+        grid = grid_of(**content["config"])
     if hasattr(model, "from_mae"):
         state = model.from_mae(state)
     try:
@@ -811,12 +822,12 @@ def resume(last, model, optimizer, scaler, content, args):
     now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
-    require("optimizer" in saved, f"{last} is from an older version of this code, and cannot be "
-                                  f"resumed: start a new run with --name, from it with --init")
+    require("optimizer" in saved, f"{last} is from an older version of this code and cannot be "
+                                  f"resumed: start a new run with --name NAME --init {last}")
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
                         f"{flags.get('command')}")
     model.load_state_dict(saved["model"])
-    settings = optimizer.state_dict()["param_groups"]      # this run's, not the saved ones
+    settings = optimizer.state_dict()["param_groups"]      # decay and betas of this command
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # {}: it was not fp16
         scaler.load_state_dict(saved["scaler"])
@@ -871,7 +882,7 @@ def choose_device(args):
 
 def default_workers():
     """Return the number of data loading workers: one per CPU core of this process, at most 8. Where
-    processes are not forked none, as they would start anew each epoch."""
+    processes are not forked it is 0, because workers would start anew each epoch."""
     if sys.platform != "linux":
         return 0
     return min(8, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -963,7 +974,7 @@ def add_options(parser):
            "every N epochs (train.py: 1; finetune.py: more with few labels)")
     option("--workers", type=number(int, 0), default=default_workers(), metavar="N",
            help="data loading workers (one per CPU core, at most 8; outside Linux 0)")
-    option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
+    option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
            help="mixed precision (auto: on CUDA bf16, or fp16 if it lacks that; elsewhere fp32)")
     option("--accum", type=number(int, 1), default=1, metavar="N",
@@ -1001,7 +1012,8 @@ def add_recipe(parser, title, recipe, small):
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
-    add("lr", "learning rate; unless given, blr * batch_size / 256", type=positive, metavar="X")
+    add("lr", "learning rate for any batch size; without one, blr * batch_size / 256 is used",
+        type=positive, metavar="X")
     add("blr", "learning rate for a batch of 256", type=positive, metavar="X")
     add("min_lr", "final learning rate of the cosine schedule", type=positive, metavar="X")
     add("momentum", "momentum of SGD", type=fraction, metavar="X")
@@ -1068,7 +1080,8 @@ def run_cli(parser, work, argv):
 def main(argv=None):
     """Run `python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
     parser = argparse.ArgumentParser("train.py", **LAYOUT)
-    parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)", metavar="NAME")
+    parser.add_argument("--method", choices=METHODS, default="mae", metavar="NAME",
+                        help="method to pretrain (mae)")
     method = parser.parse_known_args(argv)[0].method       # it decides which other flags there are
     cls = METHODS[method]
     parser.description = (
@@ -1082,13 +1095,13 @@ def main(argv=None):
     parser.set_defaults(eval_images=1000, eval_every=1)
     option = parser.add_argument_group("pretraining").add_argument
     option("--init", metavar="FILE", help="initialise the encoder from a checkpoint (which also "
-           "sets size and patch size), and the decoder if it matches")
+           "sets --size and --patch_size), and the decoder if it matches")
     masks = ("random", "grid", "block")
     option("--mask", choices=masks, default="random", help="pattern of the masks (random)")
-    if hasattr(cls, "pairs"):
+    if getattr(cls, "pairs", False):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
         option("--same_class", type=number(float, 0, 1), metavar="X",
-               help="fraction of pairs from the same class (any two images)")
+               help="fraction of pairs from the same class (pairs are random)")
     option = parser.add_argument_group("evaluation").add_argument
     option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
     option("--mask_ratios", nargs="+", type=number(float, 0, 1), metavar="X",

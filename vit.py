@@ -62,8 +62,8 @@ def grid_of(img_size, patch_size, **_):
 
 
 def patchify(images, patch_size):
-    """Cut images (B,C,H,W) into patches (B,L,p*q*C) in raster order, as are the pixels within each
-    patch; the channel varies fastest. patch_size is an int or (H, W)."""
+    """Cut images (B,C,H,W) into patches (B,L,p*q*C). Patches, and the pixels in each of them, are
+    in raster order; the channel varies fastest. patch_size is an int or (H, W)."""
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     h, w = H // p, W // q
@@ -85,8 +85,8 @@ def gather_patches(x, ids):
 
 def normalize_patches(patches):
     """Normalise each patch of (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the patches,
-    and their mean and std (B,L,1) before: std is the square root of the unbiased variance plus 1e-6
-    (release)."""
+    and the mean and std (B,L,1) that undo it: patches * std + mean. std is the square root of the
+    unbiased variance plus 1e-6 (release)."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)          # (B, L, 1) each
     std = (var + 1e-6).sqrt()                                          # (B, L, 1)
     return (patches - mean) / std, mean, std               # (B, L, N), (B, L, 1), (B, L, 1)
@@ -152,9 +152,9 @@ def visible_count(L, mask_ratio):
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
     "random": uniform. "grid": one of every four patches, at even rows and columns, is lowest (MAE
-    Figure 6, CrossMAE Table 15). "block": rectangles covering 10 to 40% of the image (less if
-    clipped at its border) are masked one by one (MAE Figure 6). In BEiT they lie fully inside the
-    image and have at least 16 patches."""
+    Figure 6, CrossMAE Table 15). "block": random rectangles, each 10 to 40% of the image (less if
+    clipped at its border), are masked one by one until mask_ratio is reached (MAE Figure 6). In
+    BEiT they lie fully inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -240,7 +240,7 @@ class Block(nn.Module):
 
 def init_weights(model):
     """Initialise as MAE does (A.1): Xavier-uniform linear layers (qkv as one matrix), zero biases.
-    The patch embedding is left as ViT initialises it."""
+    The patch embedding is left out: class ViT draws it as the release does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("patch_embed"):
             nn.init.xavier_uniform_(module.weight)
@@ -259,7 +259,8 @@ class ViT(nn.Module):
         mlp_ratio: width of the MLPs' hidden layer, relative to dim
         norm: whether the last block is followed by a LayerNorm; False in methods that bring their
             own norm or have none
-        drop_path: stochastic depth of the last block, growing linearly from 0 at the first
+        drop_path: probability of skipping parts of the last block (stochastic depth), growing
+            linearly from 0 at the first
         extra_tokens: number G of learned tokens after the patches (elsewhere: register tokens)
     """
 
@@ -282,7 +283,7 @@ class ViT(nn.Module):
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
         init_weights(self)
-        # drawn as the release draws it, as a convolution's weight
+        # drawn in a convolution's layout: a seed then gives the release's weights
         weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
@@ -295,7 +296,7 @@ class ViT(nn.Module):
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
-            raise ValueError(f"noise of shape {tuple(noise.shape)} for {B} images of {L} patches")
+            raise ValueError(f"noise has shape {tuple(noise.shape)}, but must have {(B, L)}")
         if noise.dtype == torch.bool:
             visible, K = (~noise).sum(dim=1), visible_count(L, mask_ratio)
             if (visible != K).any():
@@ -327,12 +328,12 @@ class ViT(nn.Module):
         return torch.cat(parts, dim=1)                                 # (B, 1+K+G, D)
 
     def encode(self, tokens):
-        """Pass tokens (B,K,D) through all blocks and the final norm, if there is one: (B,1+K,D), or
-        (B,1+K+G,D)."""
+        """Add class and extra tokens to the tokens (B,K,D) of patches, and pass them through all
+        blocks and the final norm, if there is one: (B,1+K,D), or (B,1+K+G,D)."""
         x = self.add_learned_tokens(tokens)                            # (B, 1+K+G, D)
         for block in self.blocks:
             x = block(x)                                               # (B, 1+K+G, D)
-        return self.norm(x)                                            # (B, 1+K+G, D) ViT eq. 4
+        return self.norm(x)                        # (B, 1+K+G, D) ViT eq. 4, for all tokens
 
     def layers(self, tokens):
         """Return all feature maps for tokens (B,K,D), before the final norm: the first block's
@@ -423,7 +424,7 @@ def to_released(model):
 
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
-    names: of RGB images, with square patches in a square grid. Shapes do not tell the number of
+    names. Assumes RGB images, and square patches in a square grid. Shapes do not tell the number of
     heads: it is `heads` or, if None, that of the entry of SIZES with the same width and depth.
     Raises InputError if this is not a ViT."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
@@ -452,7 +453,7 @@ def transfer(model, state, grid=None):
     are interpolated; None means a square one. A frozen teacher on either side is ignored.
 
     Returns the names in the model that were not set, and those in `state` that were not used.
-    Raises InputError if an encoder's are among them, other than those of norm and extra tokens."""
+    Raises InputError if these include encoder parameters other than norm and extra tokens."""
     own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
     state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
     resized = []

@@ -128,7 +128,7 @@ def difference(expected, yours, names):
 
 
 def hint(name, args, expected, yours):
-    """Return a hint if the wrong result is that of a usual mistake, or has its parts in another
+    """Return a hint if the wrong result is that of a common mistake, or has its parts in another
     order; otherwise ""."""
     item = EXERCISES[name]
     for slip, text in item.slips.items():
@@ -443,9 +443,9 @@ def main(argv=None):
     """The command line. Returns 0 if all checks pass, 1 if not, and 2, with a one-line message, if
     it refuses."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises whose bodies to remove "
-                        "from the files here; without a name: list all")
-    parser.add_argument("--check", action="store_true", help="check them; without NAMEs all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="exercises whose bodies are "
+                        "removed from the files here; without names, list all")
+    parser.add_argument("--check", action="store_true", help="check these, or all without names")
     parser.add_argument("--handout", type=Path, metavar="FOLDER", help="leave the files here "
                         "untouched and remove the bodies in a copy in FOLDER")
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
-"""What tests/exercise.py checks: the functions of the exercises again, in plain loops.
+"""Plain-loop references of the exercise functions, for tests/exercise.py.
 
-A reference takes the arguments of its function and, as `slip`, the name of a usual mistake, which
+A reference takes the arguments of its function and, as `slip`, the name of a common mistake, which
 it then makes. So a check can tell a student which mistake leads to a wrong result.
 """
 
@@ -151,7 +151,7 @@ def masking(noise, mask_ratio, slip=""):
     rows="the first half of the channels encodes the row. It should encode the column.",
     cosines="cosines come before sines.",
     interleaved="sines and cosines alternate. In each half, all sines come before all cosines.",
-    endpoint="the frequencies are wrong. They are 10000^(-i/n): i ends at n-1, but n divides it.",
+    endpoint="the frequencies are wrong. They are 10000^(-i/n): i ends at n-1 but is divided by n.",
     token="the class token has a position. Its row should be zero.")
 def sincos_pos_embed(dim, grid, slip=""):
     if dim % 4:
@@ -178,8 +178,8 @@ HEADS = "the scores are divided by the number of heads. It should be the root of
 INTERLEAVED = "the heads are interleaved. The channels of a head should be neighbours."
 ATTENTION_SLIPS = dict(
     scale="the scores are not divided by the square root of a head's width.",
-    linear="the scores are divided by a head's width. It should be its root, once.",
-    full="the scores are divided by the root of the full width. It should be that of a head's.",
+    linear="the scores are divided by a head's width. It should be its square root.",
+    full="the scores are divided by the root of the full width. Take the root of a head's width.",
     count=HEADS, root=HEADS,
     axis="the softmax is over the queries. The weights of each query should sum to 1.",
     heads="this is one head of full width.",

@@ -67,7 +67,7 @@ train | --method imae --teacher runs/mae --patch_size 8 | (4, 4), this model (8,
 train | --method imae --teacher runs/mae --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval gone.pt                         | No such file ; gone.pt
 eval  | --eval own.pt                          | own.pt does not say which data it was trained on
-eval  | --eval runs/tuned/last.pt              | none is a checkpoint of train.py
+eval  | --eval runs/tuned/last.pt              | no checkpoint from train.py
 tune  | --checkpoint own.pt --data=            | own.pt does not say which data it was trained on
 tune  | --checkpoint data                      | No such file ; data/last.pt
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE

@@ -61,7 +61,7 @@ def test_extra_tokens_travel(pretrain, folder, tmp_path, capsys, refused):
     torch.save(dict(minr, model=older), "runs/old/last.pt")
     assert same(train.load("runs/old").state_dict(), state) and tokens.shape == (5, 16)
     refused(train.main, ["--data", folder, *TINY, *own, "--name", "old", "--resume"],
-            "runs/old/last.pt is from an older version of this code, and cannot be resumed")
+            "runs/old/last.pt is from an older version of this code and cannot be resumed")
     alone = {k.removeprefix("encoder."): v for k, v in state.items() if k.startswith("encoder.")}
     torch.save(alone, "x.pth")
     for path, mode in (("runs/old", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):

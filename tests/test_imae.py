@@ -106,7 +106,7 @@ def test_leak_free_images_know_only_the_mixture():
 
 
 def test_ridge_r2():
-    """A token's mean is no merit, but a wrong mean is a fault."""
+    """Predicting only each token's mean gives R^2 = 0. A wrong mean lowers R^2."""
     g = torch.Generator().manual_seed(0)
     x, A, noise = (torch.randn(*s, generator=g) for s in ((600, 2, 5), (5, 3), (600, 2, 3)))
     fit, val, linear = slice(0, 500), slice(500, 600), x @ A + 3

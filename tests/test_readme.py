@@ -67,7 +67,7 @@ def test_forks(pretrain, monkeypatch):
 
 
 def test_a_method_needs_its_file_and_vit_alone():
-    """It imports nothing else from this project; vit.py imports nothing."""
+    """A method imports only vit.py from this project; vit.py imports nothing from it."""
     own = {path.stem for path in ROOT.glob("*.py")} | {"tests"}
     for name in ("vit", *train.METHODS):
         imported = set()

@@ -691,12 +691,12 @@ def test_checkpoints_in_other_layouts(pretrain, folder, refused, method):
             if name.startswith("encoder.") and not name.startswith("encoder.norm"):
                 assert torch.equal(tuned["model"][name], value), name
     refused(train.main, ["--data", folder, *TINY, *words, "--name", "old", "--resume"],
-            "runs/old/last.pt is from an older version of this code, and cannot be resumed: start "
-            "a new run with --name, from it with --init")
+            "runs/old/last.pt is from an older version of this code and cannot be resumed: start "
+            "a new run with --name NAME --init runs/old/last.pt")
     if method == "mae":
         config["inter_block_attention"] = True
         torch.save(old, "runs/old/last.pt")
-        refused(train.main, ["--eval", "runs/old"], "inter-block attention")
+        refused(train.main, ["--eval", "runs/old"], "has no inter_block_attention any more")
 
 
 # -------------------------------------------------------------------------------- one's own methods
@@ -820,7 +820,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         train.main([*words[:2], *data, "--eval", *files])
         note = f"drawn/last.pt was trained on shapes, and is evaluated on {folder}"
         assert capsys.readouterr().out.count(note) == said
-    refused(train.main, ["--eval", "runs/tuned/last.pt"], "none is a checkpoint of train.py")
+    refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
 def test_masks_of_an_evaluation(pretrain):

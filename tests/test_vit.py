@@ -163,7 +163,7 @@ def test_what_does_not_fit():
             (lambda: vit(dim=18), "dim 18 must be a multiple of 4"),
             (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4.* 8x12 and 8x16"),
             (lambda: vit()(images), r"\(2, 3, 8, 12\) for a model of \(5, 8, 12\)"),
-            (lambda: vit().mask(images, noise, 0.5), r"\(2, 9\) for 2 images of 12 patches"),
+            (lambda: vit().mask(images, noise, 0.5), r"\(2, 9\), but must have \(2, 12\)"),
             *((lambda size=size: pair(size), "is not a size in pixels")
               for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"))):
         with pytest.raises(ValueError, match=words):
@@ -251,7 +251,8 @@ def test_transfer_says_what_does_not_fit(damage, lost, text, state):
 
 
 def test_transfer_interpolates_positions(state, capsys):
-    """Of a released, square grid; or of any, even with as many patches, in the decoder too."""
+    """From a released, square grid, or from any grid, even one with the same number of patches; the
+    decoder's too."""
     model = mae((48, 64))
     transfer(model, from_released(state))
     said = capsys.readouterr().out.splitlines()

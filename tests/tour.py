@@ -1,9 +1,9 @@
-"""A tour: one image goes through a method's forward, line by line, with the shapes of all it makes.
+"""A tour: one image goes through a method's forward, line by line, with the shapes of all tensors.
 
     python -m tests.tour mae                           # an untrained model, an image of ours
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
 
-Lines stand as in the file, with their numbers: a call first, then what runs inside it, then ("->")
+Lines appear as in the file, with their numbers: a call first, then what runs inside it, then ("->")
 its result. Beside them are the shapes and the file's own comments. Loops and functions are shown
 once. A picture of the stages is written to tour_METHOD.png. Lines are found by tracing the running
 code, so a method of your own needs nothing here. test_tour.py uses the same tracer.
@@ -192,7 +192,7 @@ def code_of(statement, i):
 def lines_of(call, own, shown, told, level=0):
     """Return the lines about a call, (place, code, shape, comment): each statement that makes
     tensors, once, and the calls inside it. `own` is the method's file, `shown` the functions of
-    vit.py to show; `told` collects functions, as each is told once."""
+    vit.py to show; `told` collects functions, each of which is shown once."""
     first = call.steps[0].statement
     file, title = Path(first.path).stem, first.function.split(".")[-1]
     if file == "vit" and first.function not in shown:
