@@ -340,8 +340,8 @@ def main(argv=None):
            help="fraction of each class's labels to train on, at least one label (1)")
     option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
            "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
-           f"tokens joined, or all patch tokens if there are none (mean; for MINR joined, or extra "
-           f"if that makes more than {MOST_FEATURES} numbers)")
+           f"tokens joined, or all patch tokens if there are none. MINR's default is joined or, if "
+           f"that makes more than {MOST_FEATURES} numbers, extra (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]

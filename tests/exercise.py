@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import inspect
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -40,6 +41,7 @@ except ModuleNotFoundError:                                # python tests/exerci
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 60                                                 # seconds that a check may take
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
+TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that layers below produce
 TWINS = {  # functions that are nearly the solution: named for the teacher
     "vit.patchify": ["vit.unpatchify"],
     "vit.Attention.forward": ["crossmae.CrossAttention.forward", "crossmae.decoder_attention"],
@@ -67,10 +69,14 @@ def shapes(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shapes(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(shapes(part) for part in value) + "]"
+        parts = [shapes(part) for part in value]
+        if len(parts) > 3 and len(set(parts)) == 1:        # e.g. a tensor as a list
+            return f"[{len(parts)} x {parts[0]}]"
+        return "[" + ", ".join(parts) + "]"
     if isinstance(value, torch.Tensor) and value.ndim:
         return str(tuple(value.shape))
-    return "number" if isinstance(value, (torch.Tensor, int, float)) else repr(value)[:40]
+    known = isinstance(value, (torch.Tensor, int, float))
+    return "number" if known else type(value).__name__
 
 
 def leaves(value, names):
@@ -143,9 +149,9 @@ def hint(name, args, expected, yours):
     return ""
 
 
-def training_effects(result, names, model):
+def training_effects(result, names, model, inputs):
     """What matters for training: {which parts of a result require a gradient, and the gradient of
-    each parameter}."""
+    each parameter and of the arguments in TRAINED among `inputs`, {name: value}}."""
     effects, total = {}, torch.zeros(())
     for label, _, leaf in leaves(result, names):
         leaf = torch.as_tensor(leaf)
@@ -153,6 +159,7 @@ def training_effects(result, names, model):
         if leaf.requires_grad:                             # each number gets a weight of its own
             total = total + (leaf * torch.linspace(1, 2, leaf.numel()).view_as(leaf)).sum()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained.update((f"its argument {key}", inputs[key]) for key in TRAINED & inputs.keys())
     grads = [None] * len(trained)
     if total.requires_grad:
         grads = torch.autograd.grad(total, trained.values(), allow_unused=True)
@@ -210,12 +217,30 @@ def in_words(name, args):
     return "; ".join(words)
 
 
+def settings(value):
+    """Return what a function should leave as it is in a model or in train.py's args: {name: text}.
+    """
+    if isinstance(value, torch.nn.Module):
+        held = {f"{name}.requires_grad": str(p.requires_grad)
+                for name, p in value.named_parameters()}
+        return {**held, **{f"{name}.{key}".strip("."): repr(attribute)
+                           for name, module in value.named_modules()
+                           for key, attribute in vars(module).items() if key[0] != "_"}}
+    return {key: repr(attribute) for key, attribute in getattr(value, "__dict__", {}).items()}
+
+
 def compare(name, function, args):
     """Raise Different unless the function does what the reference does with these arguments."""
     item, expected, yours, error = EXERCISES[name], None, None, None
+    keys = inspect.signature(item.reference).parameters
     model = args[0] if isinstance(args[0], torch.nn.Module) else torch.nn.Module()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    args = [arg.requires_grad_() if key in TRAINED else arg for key, arg in zip(keys, args)]
     clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
+    # before yours, which may change the model, or PyTorch's settings
+    with contextlib.suppress(ValueError):                  # as the docstring says
+        expected = item.call(item.reference, *args)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    kept = [{} if torch.is_tensor(arg) else settings(arg) for arg in args]
 
     def answered(*args):
         result = function(*args)
@@ -229,17 +254,21 @@ def compare(name, function, args):
     for key, value in model.state_dict().items():
         if key not in before or not torch.equal(value, before[key]):
             raise Different(f"it modifies {key} of the model in place: work on a copy")
-    try:
-        expected = item.call(item.reference, *args)
-    except ValueError:                                     # as the docstring says
+    for key, arg, held in zip(keys, args, kept):
+        for setting, text in held.items():
+            if settings(arg).get(setting) != text:
+                owner = "the model" if arg is model else f"its argument {key}"
+                raise Different(f"it modifies {setting} of {owner}: leave it as it is")
+    if expected is None:
         if isinstance(error, ValueError):
             return
-        raise Different(f"expected a ValueError, yours: {error or shapes(yours)}") from error
+        answer = f"{type(error).__name__}: {error}" if error else shapes(yours)
+        raise Different(f"expected a ValueError, yours: {answer}") from error
     if error:
         raise error
     if torch.is_tensor(yours) and yours.ndim and shapes([*yours]) == shapes(expected):
         yours = [*yours]                                   # as good as a list
-    for key, arg, clone in zip(inspect.signature(item.reference).parameters, args, clones):
+    for key, arg, clone in zip(keys, args, clones):
         if torch.is_tensor(arg) and not arg.is_meta and not torch.equal(arg, clone):
             raise Different(f"it modifies its argument {key} in place: work on a copy")
     text = difference(expected, yours, item.returns)
@@ -252,8 +281,8 @@ def compare(name, function, args):
                                 f"{key}.detach()")
             if value.requires_grad:
                 raise Different(f"metrics {key} still requires a gradient: return {key}.detach()")
-    text = difference(*(training_effects(result, item.returns, model)
-                        for result in (expected, yours)), "")
+    text = difference(*(training_effects(result, item.returns, model, dict(zip(keys, inputs)))
+                        for result, inputs in ((expected, args), (yours, clones))), "")
     if text:
         raise Different(f"{text}\n  Hint: the values are right but the gradients are not. Is "
                         f"something detached, or rebuilt from plain numbers?")
@@ -263,7 +292,8 @@ def check(name):
     """Return what is wrong with the function `name`, in words; "" if it is right."""
     verdict, called = "is not checked: its file cannot be imported", []
     try:
-        with time_limit(LIMIT), torch.random.fork_rng([]):
+        with time_limit(LIMIT), torch.random.fork_rng([]), torch.enable_grad(), patch.object(
+                os, "_exit", sys.exit):
             module = importlib.import_module(name.split(".")[0])
             verdict = "raises an error"
             owner, last = find(name)
@@ -289,6 +319,8 @@ def check(name):
             lines = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
         else:
             lines.append(f"{type(error).__name__}: {error}")
+    finally:
+        torch.set_default_dtype(torch.float32)
     return "\n  ".join([f"{name} {verdict}", *called, *lines])
 
 

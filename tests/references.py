@@ -6,8 +6,10 @@ it then makes. So a check can tell a student which mistake leads to a wrong resu
 
 import inspect
 import math
+from contextlib import suppress
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -90,10 +92,12 @@ def patchify(images, patch_size, slip=""):
 @exercise(
     "vit.normalize_patches", "MAE Sec. 3, Reconstruction target", "patches to mean 0, variance 1",
     ("patches: image, patch, value", "mean: image, patch, column", "std: image, patch, column"),
-    lambda vit: [(torch.stack([torch.randn(3, 4) + 1, torch.full((3, 4), 0.5)]),)],
+    lambda vit: [(torch.stack([torch.randn(3, 4) + 1, torch.cat([
+        torch.full((2, 4), 0.5), 1e-3 * torch.randn(1, 4)])]),)],
     biased="the variance is biased (over N). The docstring says unbiased.",
     epsilon="a patch of one colour has variance 0. What does the docstring add to it?",
     outside="1e-6 is added to the standard deviation. It should be added to the variance.",
+    clamped="the variance is at least 1e-6. It should be increased by 1e-6.",
     squared="the patches are divided by the variance. It should be its square root.",
     image="mean and variance are those of a whole image. Each patch has its own.")
 def normalize_patches(patches, slip=""):
@@ -106,8 +110,8 @@ def normalize_patches(patches, slip=""):
             std = math.sqrt(var + 1e-6)
             if slip in ("epsilon", "outside"):
                 std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
-            elif slip == "squared":
-                std = var + 1e-6
+            elif slip in ("squared", "clamped"):
+                std = var + 1e-6 if slip == "squared" else math.sqrt(max(var, 1e-6))
             row = [(v - mean) / std if std else math.nan for v in patch]
             result[b, i] = torch.tensor(row)
             means.append(mean)
@@ -266,7 +270,8 @@ LOSS_SLIPS = dict(
 def mean_error(model, images, z, ids_keep, ids_mask, slip):
     """Return the mean squared error over the masked patches of images, predicted from z."""
     ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
-    pred = model.decode(z, ids_keep, ids_mask, ids.shape[1])           # (B, L, p*p*C)
+    decode = type(model).decode.__get__(model) if slip == "inlined" else model.decode
+    pred = decode(z, ids_keep, ids_mask, ids.shape[1])                 # (B, L, p*p*C)
     patches = patchify(images, model.encoder.patch_size)
     if model.norm_pix_loss != (slip == "pixels"):
         patches = normalize_patches(patches)[0]
@@ -284,21 +289,32 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
 
 
 def call_forward(forward, model, images, noise, *more):
-    """Call forward. Raises Different if the mask, or alpha, is to be drawn and never changes."""
-    drawn = "mask" if noise is None else "alpha" if more and more[1] is model.alpha is None else ""
-    if not drawn:
+    """Call forward. Raises Different if the mask is to be drawn and never changes, or is the same
+    for all images."""
+    if noise is not None:
         torch.manual_seed(1)                               # for what forward may draw nevertheless
+        getattr(model, "draws", torch.Generator()).manual_seed(1)
         return forward(model, images, noise, *more)
-    if len({forward(model, images, noise, *more)[0].item() for _ in range(9)}) == 1:
-        raise Different(f"{drawn} is None, but every call uses the same {drawn}: draw a new one")
+    seen, encode = [], model.encode
+
+    def watched(*args, **named):
+        seen.append([*args, *named.values()][-1])          # ids_keep
+        return encode(*args, **named)
+    with patch.object(model, "encode", watched):
+        losses = {forward(model, images, noise, *more)[0].item() for _ in range(9)}
+    if len(losses) == 1:
+        raise Different("noise is None, but every call uses the same mask: draw a new one")
+    if seen and all((ids == ids[:1]).all() for ids in seen):
+        raise Different("noise is None, but all images have the same mask: draw one for each")
     return {}
 
 
 def loss_cases(mae):
     images, noise, *_ = random_inputs()
     other = build(mae.MAE)
-    other.encode = lambda *args: 2 * mae.MAE.encode(other, *args)
-    other.said += "whose encode is overridden"
+    other.encode = lambda *args, **named: 2 * mae.MAE.encode(other, *args, **named)
+    other.decode = lambda *args, **named: 3 * mae.MAE.decode(other, *args, **named)
+    other.said += " with encode and decode overridden"
     return [(build(mae.MAE, norm_pix_loss=False), images, noise),
             (build(mae.MAE, norm_pix_loss=True), images, noise), (other, images, noise),
             (build(mae.MAE), images, None)]
@@ -309,6 +325,7 @@ def loss_cases(mae):
     ("loss: ", "metrics"), loss_cases, call_forward,
     leak="all patches are encoded, so the visible ones have seen the masked ones.",
     bypassed="self.encode is not called: a subclass that overrides it would be ignored.",
+    inlined="self.decode is not called: a subclass that overrides it would be ignored.",
     **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
@@ -342,7 +359,7 @@ def cross_attention(self, x, y, slip=""):
 
 def map_cases(crossmae):
     images, _, ids_keep, _ = random_inputs()
-    return [(build(crossmae.CrossMAE, depth=3, decoder_depth=3, **options), images, ids_keep)
+    return [(build(crossmae.CrossMAE, depth=3, decoder_depth=4, **options), images, ids_keep)
             for options in ({}, dict(feature_maps="last"),
                             dict(include_input=False, softmax_weights=True),
                             dict(project_maps=True, feature_maps=(0, 2)))]
@@ -387,11 +404,14 @@ def call_features(function, coords, dim, sigma):
     """Call fourier_features; float64 is as good as float32. The meta device stands for a GPU: raise
     Different if another one is used."""
     if not coords.is_meta:
-        return function(coords, dim, sigma).double()
+        result = function(coords, dim, sigma)
+        return result.double() if torch.is_tensor(result) else result
     try:
         wrong = function(coords, dim, sigma).device != coords.device
     except Exception as error:                             # a loop cannot read values there: right
         wrong = "is not on the expected device" in str(error)
+        with torch.device("meta"), suppress(Exception):    # where is what it creates by default?
+            wrong = wrong or function(torch.zeros(coords.shape, device="cpu"), dim, sigma).is_meta
     if wrong:
         raise Different("it only works on one device: create tensors with device=coords.device")
     return {}
@@ -422,7 +442,7 @@ def fourier_features(coords, dim, sigma, slip=""):
             phases = [phases[half + k] for k in range(n) for half in (0, n)]
         halves = [[math.cos(a) for a in phases], [math.sin(a) for a in phases]]
         rows.append(halves[1] + halves[0] if slip == "sines" else halves[0] + halves[1])
-    return torch.tensor(rows).view(*coords.shape[:-1], 2 * dim)
+    return torch.tensor(rows, device=coords.device).view(*coords.shape[:-1], 2 * dim)
 
 
 def paco_cases(hypermae):
@@ -547,13 +567,17 @@ def mix_images(self, images, partners, alpha, slip=""):
 
 def imae_cases(imae):
     (images, noise, *_), partners, alpha = random_inputs(3), torch.randn(3, 3, 4, 6), torch.rand(3)
-    teacher = dict(teacher=dict(dim=8, depth=1, heads=2))
-    return [(build(imae.IMAE, **options), images, *more) for options, *more in (
+    teacher, other = dict(teacher=dict(dim=8, depth=1, heads=2)), build(imae.IMAE, alpha=0.3)
+    other.draws = torch.Generator()                        # of its own: noise may be drawn too
+    other.draw_alpha = lambda device: torch.rand((), generator=other.draws).to(device)
+    other.said += " with draw_alpha overridden"
+    cases = [(build(imae.IMAE, **options), images, *more) for options, *more in (
         (teacher, noise, partners, alpha), (dict(norm_pix_loss=True), noise, partners, 0.7),
         (dict(distill_weight=0.5, **teacher), noise, partners, 0.3),
         (dict(distill_weight=0.0, **teacher), noise, partners, 0.3),
         (dict(branches=1, **teacher), noise, partners, 0.3), (dict(alpha=0.3), noise, None, None),
-        ({}, None, partners, 0.3), ({}, noise, partners, None))]
+        ({}, None, partners, 0.3))]
+    return [*cases, (other, images, noise, partners, None)]
 
 
 @exercise(
@@ -566,6 +590,8 @@ def imae_cases(imae):
     teacher="the teacher sees the mixture. It should see the unmixed images (item 1).",
     same="both branches have one teacher latent. Each image has its own.",
     weight="distill_weight is ignored.",
+    drawn="alpha is None, but draw_alpha() does not draw it.",
+    several="each image has an alpha of its own. draw_alpha() gives one for the whole batch.",
     partners="without partners, each image's partner is the one before it in the batch.",
     **LOSS_SLIPS)
 def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
@@ -573,7 +599,10 @@ def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
     if partners is None:
         step = 1 if slip == "partners" else -1
         partners = torch.stack([images[(b + step) % len(images)] for b in range(len(images))])
-    alpha = self.draw_alpha("cpu") if alpha is None else alpha
+    if alpha is None:
+        alpha = self.alpha if slip == "drawn" else self.draw_alpha("cpu")
+        if slip == "several":
+            alpha = torch.stack([alpha, *(self.draw_alpha("cpu") for _ in images[1:])])
     mix, xs = mix_images(self, images, partners, alpha)
     xs = xs[::-1] if slip == "swapped" else xs
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
@@ -624,7 +653,15 @@ def by_parameter(function, model, *args):
     """Return the groups as {parameter: {weight_decay, lr_factor}}: their order does not matter."""
     names, found = {id(p): name for name, p in model.named_parameters()}, {}
     for group in function(model, *args):
-        for p in group["params"]:
+        if not isinstance(group, dict):
+            raise Different(f"expected a list of dicts, one for each group, yours has {group!r}")
+        if isinstance(group["params"], set):
+            raise Different("params is a set, which has no order: an optimizer takes a list")
+        # an optimizer also takes one parameter
+        for p in [group["params"]] if torch.is_tensor(group["params"]) else group["params"]:
+            if id(p) not in names:
+                raise Different(f"params has a {type(p).__name__} that is not a parameter of the "
+                                f"model")
             if names[id(p)] in found:
                 raise Different(f"{names[id(p)]} is in two groups")
             found[names[id(p)]] = {key: group[key] for key in ("weight_decay", "lr_factor")}
@@ -633,9 +670,10 @@ def by_parameter(function, model, *args):
 
 @exercise(
     "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower learning rates for lower layers", "",
-    lambda finetune: [(build(finetune.Classifier, **options), 0.05, 0.5) for options in (
-        dict(depth=2), dict(depth=2, pool="token"), dict(depth=2, probe=True), dict(depth=12),
-        dict(depth=2, extra_tokens=2, pool="extra"))], by_parameter,
+    lambda finetune: [(build(finetune.Classifier, **options), *more) for options, *more in (
+        (dict(depth=2), 0.05, 0.5), (dict(depth=2, pool="token"), 0.1, 0.75),
+        (dict(depth=2, probe=True), 0.05, 0.5), (dict(depth=12), 0.05, 0.5),
+        (dict(depth=2, extra_tokens=2, pool="extra"), 0.05, 0.5))], by_parameter,
     shifted="the exponents are off by one. The head's lr_factor is 1.",
     reversed="the head has the lowest learning rate. It should be the embedding.",
     embedding="the embedding has the learning rate of block 0. It is a layer of its own.",

@@ -23,7 +23,7 @@ x = torch.einsum("bhij,bjhc->bihc", weights, heads(v))
 return self.proj(x.flatten(2))"""
 WRONG_ATTENTION = [
     (" / (q.shape[2] / self.heads) ** 0.5", "", "not divided"),
-    ("** 0.5", "", "its root, once"),
+    ("** 0.5", "", "its square root"),
     ("q.shape[2] / self.heads", "q.shape[2]", "root of the full width"),
     (" / (q.shape[2] / self.heads) ** 0.5", " / self.heads", "the number of heads"),
     ("dim=3", "dim=2", "over the queries"),
@@ -33,7 +33,8 @@ WRONG_ATTENTION = [
      "t.reshape(len(t), self.heads, t.shape[1], -1).transpose(1, 2)", "needs a transpose"),
     ("x.flatten(2)", "x.transpose(1, 2).reshape(x.flatten(2).shape)", "joined wrongly"),
     ("self.proj(x.flatten(2))", "x.flatten(2)", "proj, is missing"),
-    ("heads(v))", "heads(v.detach()))", "the gradient of")]
+    ("heads(v))", "heads(v.detach()))", "the gradient of"),
+    ("weights = ", "x = x.detach()\nweights = ", "")]
 
 SOLUTIONS = {  # name: a right body, and [(text in it, other text, part of the message)]; "": right
     "vit.patchify": ("""
@@ -47,6 +48,9 @@ return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""
         ("dim=1", "dim=0", "expected shape (2, 6, 12), yours (6, 2, 12)"),
         ("return", "result =", "None: is a return statement missing?"),
         ("squares =", "images.add_(1)\nsquares =", "its argument images in place"),
+        ("dim=1)", "dim=1).tolist()", "expected shape (2, 6, 12), yours [[6 x [12 x number]],"),
+        ("squares =", "torch.set_default_dtype(torch.float64)\nimages = images.double()\nsquares =",
+         "yours torch.float64"),
         ("squares =", "images = images.double()\nsquares =", "yours torch.float64")]),
     "train.learning_rate": ("""
 warmup, last = args.warmup_epochs, args.epochs
@@ -62,6 +66,8 @@ return middle + half * math.cos(math.pi * (t - warmup) / (last - warmup))""", [
         ('"constant"', '"none"', "schedule is ignored"),
         ("warmup and t < warmup", "t <= warmup", "ZeroDivisionError"),
         ("warmup, last", "t = int(t)\nwarmup, last", "also change within an epoch"),
+        ("warmup, last =", "args.warmup_epochs = max(args.warmup_epochs, 1)\nwarmup, last =",
+         "it modifies warmup_epochs of its argument args"),
         ("warmup and t < warmup", "t < warmup", "")]),
     "vit.normalize_patches": ("""
 mean = patches.mean(-1, keepdim=True)
@@ -70,6 +76,7 @@ std = torch.sqrt(var + 1e-6)
 return (patches - mean) / std, mean, std""", [
         ("shape[-1] - 1", "shape[-1]", "biased"),
         ("var + 1e-6", "var", "What does the docstring"),
+        ("var + 1e-6", "var.clamp(min=1e-6)", "It should be increased by 1e-6"),
         ("torch.sqrt(var + 1e-6)", "torch.sqrt(var) + 1e-6", "added to the variance"),
         ("torch.sqrt(var + 1e-6)", "var + 1e-6", "should be its square root"),
         ("(-1, keepdim=True)", "((1, 2), keepdim=True)", "expected"),
@@ -115,6 +122,12 @@ return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)""", [
          "row and column alternate"),
         ("math.pi * phases", "(math.pi * phases).to(coords.dtype)", "feature"),
         (", device=coords.device", "", "with device=coords.device"),
+        ("return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)",
+         "out = torch.zeros(*coords.shape[:-1], 2 * dim)\nout[..., :dim] = phases.cos()\n"
+         "out[..., dim:] = phases.sin()\nreturn out", "with device=coords.device"),
+        ("dim=-1)\nphases = math", "dim=-1).cpu()\nphases = math", ""),
+        ("return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)",
+         "return [phases.cos(), phases.sin()]", "expected shape (3, 12), yours [(3, 6), (3, 6)]"),
         (".double()", ".float()", "")]),
     "vit.sincos_pos_embed": ("""
 if dim % 4:
@@ -144,6 +157,7 @@ return torch.cat([self.decoder_embed(latent), masked], dim=1) + pos""", [
         ("masked =", "self.mask_token.data.zero_()\nmasked =", "mask_token of the model in place"),
         ("self.decoder_embed(latent)", "self.decoder_embed(latent).detach()",
          "gradient of decoder_embed"),
+        ("self.decoder_embed(latent)", "self.decoder_embed(latent.detach())", "argument latent"),
         ("self.decoder_embed(latent)", "self.decoder_embed(latent.clone())", "")]),
     "mae.MAE.forward": ("""
 L = self.encoder.num_patches
@@ -163,7 +177,13 @@ return loss, {"loss": loss.detach()}""", [
         ("ids = torch.cat([ids_keep, ids_mask]", "ids = torch.cat([ids_keep, ids_mask.sort()[0]]",
          "sorted by noise"),
         ("torch.rand(len(images), L)", "torch.arange(L).expand(len(images), L)", "the same mask"),
+        ("torch.rand(len(images), L)", "torch.rand(1, L).expand(len(images), L)",
+         "all images have the same mask"),
         ("self.encode(images", "self.encoder(images", "self.encode is not called"),
+        ("self.decode(", "MAE.decode(self, ", "self.decode is not called"),
+        ("L = self.", "self.norm_pix_loss = False\nL = self.", "it modifies norm_pix_loss of the"),
+        ("L = self.", "self.eval()\nL = self.", "it modifies training of the model"),
+        ("L = self.", "torch.set_grad_enabled(False)\nL = self.", "has a gradient: expected True"),
         ('{"loss": loss.detach()}', '{"loss": loss}', "gradient: return loss.detach()"),
         ('{"loss": loss.detach()}', '{"loss": loss.item()}',
          "metrics loss is a Python number: return a detached tensor, loss.detach()"),
@@ -171,15 +191,18 @@ return loss, {"loss": loss.detach()}""", [
         ("return loss, {", "return {", "expected shape [number, {loss: number}]"),
         ('loss, {"loss": loss.detach()}', '{"loss": loss.detach()}, loss', "in another order"),
         ("pred - target", "pred.double() - target", "loss: expected dtype torch.float32, yours"),
+        ("self.encode(images, ids_keep)", "self.encode(images=images, ids_keep=ids_keep)", ""),
         ("pred - target", "pred.double().float() - target", "")]),
     "vit.Attention.forward": ("""
 q, k, v = torch.split(self.qkv(x), x.shape[2], dim=2)""" + ATTEND, [
         ("q, k, v =", "k, q, v =", "mixed up"), ("q, k, v =", "v, k, q =", "expected"),
+        ("self.qkv(x)", "self.qkv(x.detach())", "the gradient of its argument x"),
         *WRONG_ATTENTION]),
     "crossmae.CrossAttention.forward": ("""
 q, (k, v) = self.q(x), self.kv(y).split(self.q.out_features, dim=2)""" + ATTEND, [
         ("(k, v) =", "(v, k) =", "exchanged"), ("self.kv(y)", "self.kv(x)", "should come from y"),
         ("self.kv(y)", "self.kv(y[:, 1:])", "the class token, is left out"),
+        ("self.kv(y)", "self.kv(y.detach())", "the gradient of its argument y"),
         *WRONG_ATTENTION]),
     "crossmae.CrossMAE.encode": ("""
 maps = self.encoder.layers(self.encoder.embed(images, ids_keep))
@@ -201,6 +224,9 @@ return results""", [
         ("len(self.map_proj) else maps[i]", "len(self.map_proj) else maps[j]", "expected"),
         ("self.map_proj[j]", "self.map_proj[i % len(self.map_proj)]", "meet the wrong maps"),
         ("self.map_proj[j]", "self.map_proj[i]", "IndexError"),
+        ("in self.decoder_blocks", "in self.encoder.blocks", "[4 x (2, 3, 8)], yours [(2, 3, 8), "),
+        ("W, results =", "self.map_ids.append(self.map_ids.pop(0))\nW, results =",
+         "it modifies map_ids of the model"),
         ("return results", "return results[::-1]", "in another order"),
         ("return results", "return torch.stack(results)", "")]),
     "finetune.layer_decay_groups": ("""
@@ -228,6 +254,14 @@ return groups""", [
         ("if p.requires_grad:", 'if p.requires_grad and "cls" not in name:', "missing: encoder"),
         ("lr_factor=", "scale=", "KeyError: 'lr_factor'"),
         ("return groups", "return groups + groups[:1]", "is in two groups"),
+        ("return groups", "return dict(enumerate(groups))", "a list of dicts"),
+        ("params=[p]", "params=[name]", "params has a str that is not a parameter"),
+        ("params=[p]", "params={p}", "params is a set"),
+        ("params=[p]", "params=[p.data]", "not a parameter of the model"),
+        ("weight_decay if decays", "0.05 if decays", "expected 0.1, yours 0.05"),
+        ("layer_decay ** ", "0.5 ** ", "lr_factor: expected"),
+        ("if p.requires_grad:", "p.requires_grad_()\n    if True:", "requires_grad of the model"),
+        ("params=[p]", "params=p", ""),
         ("return groups", "return tuple(groups[::-1])", "")]),
     "hypermae.HyperMAE.decode": ("""
 z = fourier_features(coords.expand(len(M), -1, -1), self.pe_dim, self.pe_sigma)
@@ -245,6 +279,7 @@ return self.out_bias + z""", [
         ("self.out_bias + z", "z", "out_bias is not added"),
         ("self.out_bias + z", "0.5 + z", "0.5 is added"),
         ("insert(mod", "insert(mod + 1", "one layer late"),
+        ("x, M)", "x, M.detach())", "the gradient of its argument M"),
         ("x, M)", "x, M.mT if M.shape[1] == M.shape[2] else M)", "M is transposed"),
         ("z.clamp(min=0)", "(z + z.abs()) / 2", "")]),
     "minr.MINR.modulate": ("""
@@ -264,6 +299,7 @@ return layers""", [
         ("W / W.square().sum(-2, keepdim=True).sqrt()",
          "F.normalize(W, dim=-2) if i in self.groups else W", "columns of shared layers"),
         ("return layers", "return [W for W, bias in layers]", "expected shape"),
+        ("tokens.unbind", "tokens.detach().unbind", "the gradient of its argument tokens"),
         ("dim=2) * W", "dim=2) + 0 * W", "They should be multiplied"),
         ("self.to_weights[str(i)](columns", "self.to_weights[str(i)][1](columns", "LayerNorm")]),
     "imae.IMAE.forward": ("""
@@ -286,8 +322,14 @@ parts.update(loss=loss, distill=distill)
 return loss, {name: part.detach() for name, part in parts.items()}""", [
         ("F.mse_loss(z, self.", "2 * F.mse_loss(z, self.", "metrics distill: expected"),
         ("zs, xs)", "zs, xs[::-1])", "paired in the wrong order"),
-        ("self.draw_alpha(images.device)", "self.alpha", "NoneType"),
-        ("self.draw_alpha(images.device)", "0.3", "the same alpha"),
+        ("self.draw_alpha(images.device)", "self.alpha", "draw_alpha() does not draw it"),
+        ("self.draw_alpha(images.device)", "(torch.rand(()) if self.alpha is None else self.alpha)",
+         "draw_alpha() does not draw it"),
+        ("self.draw_alpha(images.device)",
+         "torch.stack([self.draw_alpha(images.device) for _ in images])", "for the whole batch"),
+        ("torch.rand(B, L)", "torch.rand(1, L).expand(B, L)", "all images have the same mask"),
+        ("B, L =", "torch.rand(3)\nB, L =", ""),
+        ("B, L =", "self.norm_pix_loss = False\nB, L =", "it modifies norm_pix_loss of the model"),
         ("targets(x,", "targets(mix,", "target is the mixture"),
         ("self.teach(x,", "self.teach(mix,", "teacher sees the mixture"),
         ("self.teach(x,", "self.teach(xs[0],", "one teacher latent"),
@@ -341,6 +383,9 @@ def test_a_check_ends_and_prints_each_result_at_once(monkeypatch, capsys):
         "vit.masking raises an error")
     assert main(["--check", "vit.masking"]) == 1 and "SystemExit: 0" in capsys.readouterr().out
 
+    solve(monkeypatch, "vit.masking", "\n__import__('os')._exit(3)")
+    assert main(["--check", "vit.masking"]) == 1 and "SystemExit: 3" in capsys.readouterr().out
+
     solve(monkeypatch, "vit.normalize_patches", "\nraise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         main(["--check", "train.learning_rate", "vit.normalize_patches"])
@@ -374,7 +419,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     out, after = capsys.readouterr().out, path.read_text(encoding="utf-8")
     assert "--check mae.MAE.forward vit.Attention.forward" in out
     assert "git checkout HEAD -- mae.py vit.py" in out
-    start = after.index("        them, a float32 scalar", after.index("def forward"))
+    start = after.index("        their predictions, a float32", after.index("def forward"))
     assert after[start:].splitlines()[1:4] == [
         "        # see Sec. 3, item 4, Table 1d, item 3",
         '        raise NotImplementedError("exercise: mae.MAE.forward")', ""]
