@@ -345,7 +345,8 @@ def solve(monkeypatch, name, body):
     owner, last = find(name)
     head = f"def {last}{inspect.signature(getattr(owner, last))}:"
     known = {**vars(sys.modules[name.split(".")[0]]), "math": math, "F": F}
-    exec(head + body.replace("\n", "\n    "), known, made := {})
+    made = {}
+    exec(head + body.replace("\n", "\n    "), known, made)
     monkeypatch.setattr(owner, last, made[last])
 
 

@@ -25,7 +25,8 @@ def test_python(pretrain, folder, monkeypatch):
     pretrain("--epochs", "0", name="mae_shapes")
     monkeypatch.setattr(datasets, "CIFAR10", lambda root, transform, download: datasets.FakeData(
         64, (3, 32, 32), transform=transform))
-    exec(LOOP, names := {"vit": vit})
+    names = {"vit": vit}
+    exec(LOOP, names)
     exec(MODELS, names)
     words = ["--data", str(folder), "--epochs", "0"]
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
@@ -43,8 +44,9 @@ def test_python(pretrain, folder, monkeypatch):
 def test_forks(pretrain, monkeypatch):
     """Both examples train, and are evaluated, by the commands; the first has MAE's flags, and mixes
     the maps by its weights."""
-    exec(INTER_BLOCK, names := {"__name__": "interblock"})
-    exec(SIMMIM, names := names | {"vit": vit})
+    names = {"__name__": "interblock", "vit": vit}
+    exec(INTER_BLOCK, names)
+    exec(SIMMIM, names)
 
     class SimMIM(train.MAE):
         small, small_model, forward = {}, {}, names["forward"]
@@ -82,7 +84,8 @@ def test_a_method_needs_its_file_and_vit_alone():
 def test_timm(tmp_path, monkeypatch):
     pytest.importorskip("timm")
     monkeypatch.chdir(tmp_path)
-    exec(TIMM, names := {})
+    names = {}
+    exec(TIMM, names)
     x, model, other = torch.randn(2, 3, 224, 224), names["model"], names["vit"]
     assert (other.forward_features(x) - model.encoder(x)).abs().max() < 1e-5
     assert train.read("mae_vit_base.pth")["config"]["depth"] == 12
