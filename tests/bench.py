@@ -273,8 +273,9 @@ def main(argv=None):
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
         option(f"--{part}", type=count, help=f"{part} of the encoder (that of --size)")
-    option("--img_size", nargs="+", type=side_or_pair, default=[(224, 224)], help="a side or H,W (224)")
-    option("--patch_size", type=side_or_pair, help="or H,W (16)")
+    option("--img_size", nargs="+", type=side_or_pair, default=[(224, 224)],
+           help="a side or H,W (224)")
+    option("--patch_size", type=side_or_pair, help="a side or H,W (16)")
     add_own(parser)
     parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")

@@ -255,8 +255,9 @@ def compare(name, function, args):
         if key not in before or not torch.equal(value, before[key]):
             raise Different(f"it modifies {key} of the model in place: work on a copy")
     for key, arg, held in zip(keys, args, kept):
+        now = settings(arg) if held else {}
         for setting, text in held.items():
-            if settings(arg).get(setting) != text:
+            if now.get(setting) != text:
                 owner = "the model" if arg is model else f"its argument {key}"
                 raise Different(f"it modifies {setting} of {owner}: leave it as it is")
     if expected is None:

@@ -205,6 +205,10 @@ def test_what_replaces_an_image(tmp_path):
     images = torch.stack([train.read_image(file) for file in files])
     part, *_ = train.open_data(str(tmp_path), None, settings())        # a0 a1 b0 b1
     assert torch.equal(part.images, images[[0, 1, 1, 0]]) and part.labels.tolist() == [0, 1, 1, 0]
+    for broken in ("val/a/0.png", "val/b/0.png"):
+        (tmp_path / broken).write_bytes(b"")
+    with pytest.raises(InputError, match="none of 2 images can be read"):
+        train.open_data(str(tmp_path), (8, 8), settings())             # before any training
     for file in files:
         Path(file).write_bytes(b"")
     with pytest.raises(InputError, match="none of 4 images can be read"):

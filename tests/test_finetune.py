@@ -168,6 +168,7 @@ def test_finetuning_and_probing_learn(tune, folder, capsys):
     assert "newly initialised: fc_norm, head\n" in said
     assert re.search("not loaded: decoder_blocks, .*, encoder.norm, mask_token\n", said)
     model = train.load("runs/tuned/last.pt", {"classifier": Classifier})
+    assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), None, settings())[1]
     assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
     content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
@@ -182,10 +183,13 @@ def test_finetuning_and_probing_learn(tune, folder, capsys):
     ("runs/mae_shapes", "knn", "shapes", 1.0, "mae_shapes_knn"),
     ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
     (None, "scratch", "shapes", 1.0, "scratch_shapes")])
-def test_names_of_runs(checkpoint, mode, data, labels, name):
+def test_names_of_runs(tmp_path, checkpoint, mode, data, labels, name):
     """A run is named after checkpoint and mode; from scratch, which needs none, after the data."""
     args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
     assert finetune.run_name(args, "shapes") == name
+    args.checkpoint, args.mode, args.data, args.labels = tmp_path / "mae.5", "knn", "shapes", 1
+    args.checkpoint.mkdir()                                # a folder's name may have a dot
+    assert finetune.run_name(args, "shapes") == "mae.5_knn"
 
 
 def test_starts(folder, tune):
@@ -211,8 +215,9 @@ def test_starts(folder, tune):
     ("--mode linear", dict(lr=0.1 * 8 / 256, randaug=0))])
 def test_small_images_and_encoders(tune, words, wanted):
     words = [*words.split(), "--depth", "2"]
-    flags = tune(*words, "--epochs", "0", "--eval_images", "1")[0]["flags"]
-    assert {name: flags[name] for name in wanted} == pytest.approx(wanted)
+    content = tune(*words, "--epochs", "0", "--eval_images", "1")[0]
+    assert {name: content["flags"][name] for name in wanted} == pytest.approx(wanted)
+    assert content["config"]["patch_size"] == (4, 4)       # the checkpoint's, whatever --size says
 
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
@@ -254,13 +259,14 @@ def test_nearest_neighbours_by_hand(spy):
 
 def test_evaluation(tune, spy):
     """In eval mode, a mean over at most --eval_images."""
-    modes = spy(Classifier, "features", lambda self, images: self.training)
+    seen = spy(Classifier, "features", lambda self, images: (self.training, self.pool))
+    neighbours = spy(finetune, "knn", lambda model, train, args, size: args.k)
     counts = spy(finetune, "mean_over_processes", lambda sums, n, args: n)
-    tune("--mode", "knn", "--drop_path", "0.5", "--eval_images", "4")
-    assert modes and not any(modes) and counts == [4]
+    tune("--mode", "knn", "--drop_path", "0.5", "--eval_images", "4", "--pool", "token")
+    assert {*seen} == {(False, "token")} and counts == [4] and neighbours == [20]
 
 
-def test_few_labels(tune, tmp_path, capsys, refused):
+def test_few_labels(tune, tmp_path, capsys, refused, spy):
     """A fraction of each class's images, at least one. Validation is rarer, so that it covers no
     more images than training."""
     for part, n in (("train", 20), ("val", 4)):
@@ -276,6 +282,7 @@ def test_few_labels(tune, tmp_path, capsys, refused):
         assert [0 if i < 20 else 1 if i < 30 else 2 for i in ids] == split.labels.tolist()
         assert len(split.broken) == len(ids) and split.broken.is_shared()  # workers write there
         return split.labels.bincount().tolist(), sorted(ids)
+    assert kept(0.28, 0)[0] == [6, 3, 1]                   # rounded
     assert kept(0.2, 0)[0] == [4, 2, 1] and kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1)
     assert kept(0.0, 0)[0] == [1, 1, 1] and kept(1.0, 0)[1] == [*range(32)]
     words = ["--data", "data", "--batch_size", "4", "--labels", "0.2"]
@@ -285,8 +292,9 @@ def test_few_labels(tune, tmp_path, capsys, refused):
     assert scored == [2, 4, 5] and len(a["history"]) == 5  # 12 is about two times 7
     history = tune(*words, "--eval_every", "1")[0]["history"]
     assert len([row for row in history if "top1" in row]) == 2
+    banks = spy(finetune, "knn", lambda model, train, *_: len(train.labels))
     content, row = tune("--mode", "knn", *words, name="knn")
-    assert content is None and row["top1"] == 100
+    assert content is None and row["top1"] == 100 and banks == [7]
     assert re.search(r"top1 100.00, .* largest class 33.33 %", capsys.readouterr().out)
     refused(finetune.main, ["--checkpoint", "runs/mae", *words[:-1], "0"], "--labels")
     (tmp_path / "data/train/d").mkdir()
@@ -295,11 +303,19 @@ def test_few_labels(tune, tmp_path, capsys, refused):
 
 def test_flags_do_something(tune):
     flags = ["", "--drop_path 0.5", "--smoothing 0.3", "--pool token", "--seed 1", "--lr 1e-2",
-             "--crop 1", *(f"--mode linear {x}" for x in ("", "--mix_ratio 0.3", "--pool token"))]
+             "--crop 1", "--epochs 0", "--epochs 0 --seed 1",
+             *(f"--mode linear {x}" for x in ("", "--mix_ratio 0.3", "--pool token"))]
     runs = [tune(*words.split(), name=f"{i}")[0]["model"] for i, words in enumerate(flags)]
     for i, words in enumerate(flags):
         for run, other in zip(runs[:i], flags):
             assert not same(run, runs[i]), f"'{words}' does the same as '{other}'"
+
+
+def test_files_are_cropped(tune, spy):
+    """At random, as images in memory are."""
+    seen = spy(Classifier, "forward", lambda self, images, _: images.sum((1, 2, 3)).sort()[0])
+    tune("--img_size", "8", "--batch_size", "40")          # twice all images, larger than 8 pixels
+    assert not torch.allclose(*seen)
 
 
 def augmented(images, **more):
@@ -315,6 +331,8 @@ def test_augmentation_of_an_image(spy):
     colour, drawn for each image by its seed."""
     drawn, images = spy(finetune.v2, "RandAugment", lambda *words: words), random_images(12)
     (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
+    half, _ = augmented(images, erasing=0.5)
+    assert 2 < sum(torch.equal(half[i][0], image) for i, image in enumerate(images)) < 10
     crop = train.crop_transform((16, 24), settings())
     mean = torch.tensor([int(255 * m) for m in IMAGENET_MEAN])
     for i, image in enumerate(images):
@@ -327,7 +345,8 @@ def test_augmentation_of_an_image(spy):
     assert drawn[0] == (2, 27)
 
 
-@pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(cutmix=1.0)])
+@pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(mixup=1e3),
+                                  dict(cutmix=1.0)])
 def test_mixed_images(more):
     """Labels are mixed with the same weight as images or, by CutMix, as pixels."""
     images, labels = random_images(12), torch.arange(12) % 3
@@ -338,6 +357,7 @@ def test_mixed_images(more):
     mean, whole = weight.mean(), (weight - weight.round()).abs().max() < 1e-3
     assert whole if "cutmix" in more else weight.std() < 1e-3 and 0.01 < mean < 0.99
     assert "mix_ratio" not in more or mean == pytest.approx(0.25, abs=1e-3)
+    assert more.get("mixup") != 1e3 or 0.4 < mean < 0.6    # Beta(1000, 1000)
     one_hot = F.one_hot(labels, 3).float()
     wanted = mean * one_hot + (1 - mean) * one_hot.roll(1, 0)
     assert torch.allclose(targets, wanted, atol=0.05)
@@ -391,13 +411,15 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
 @pytest.mark.parametrize("mode, words", [
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
-def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
-    """Also where workers draw, and mixing and drop path in the process itself."""
+def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
+    """Also where workers draw, and mixing and drop path in the process itself. Another checkpoint
+    would change nothing."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
-    resumed, _ = tune(*words, "--resume", name="stopped")
+    resumed, _ = tune(*words, "--checkpoint", "runs/mae", "--resume", name="stopped")
+    assert "note    checkpoint runs/mae/last.pt is kept" in capsys.readouterr().out
     assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 
 

@@ -114,7 +114,8 @@ def test_ridge_r2():
     half = x @ A / (x @ A).std() + noise                   # half of the variance is explained
     assert ridge_r2(x[fit], linear[fit], x[val], linear[val]) > 0.999
     assert abs(ridge_r2(x[fit], other[fit], x[val], other[val])) < 0.1
-    assert abs(ridge_r2(x[fit], half[fit], x[val], half[val]) - 0.5) < 0.12
+    r2, again = (ridge_r2(s * x[fit], half[fit], s * x[val], half[val]) for s in (1, 1e-3))
+    assert abs(r2 - 0.5) < 0.12 and again == pytest.approx(r2)         # at any scale
     assert ridge_r2(x[fit], linear[fit], x[val], linear[val] + 100) < 0.1
 
 
@@ -124,13 +125,15 @@ def test_measures(branches, teacher, spy):
     training images, scored on the others."""
     sizes = spy(IMAE, "latents", lambda self, images, *_: len(images))
     images, model = images_and_noise(18)[0], build("imae", branches=branches, teacher=teacher)
-    (rows,) = model.measures(images[:8], images[8:]).values()
-    names = ("subordinate", "dominant")[:branches]
+    measures = model.measures(images[:8], images[8:])
+    (rows,), names = measures.values(), ("subordinate", "dominant")[:branches]
     names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
     assert [row["alpha"] for row in rows] == [*ALPHAS] == [i / 20 for i in range(1, 10)]
     assert all([*row] == ["alpha", "psnr", *(names if teacher else [])] for row in rows)
     assert sizes == ([8, 10] * 9 if teacher else [])
     assert model.measures(images[:8], images[8:17]) == {}
+    flattered = build("imae", norm_pix_loss=True).measures(images[:8], images[8:])
+    assert ["true mean" in title for title in (*measures, *flattered)] == [False, True]
     noise = model.same_noise(images)                       # one mask for all
     assert torch.equal(noise, noise[:1].expand_as(noise)) and len(noise[0].unique()) == 24
 
@@ -152,6 +155,13 @@ def test_measures_find_what_exists():
     model.teacher["encoder"], model.teacher["decoder_embed"] = model.encoder, model.decoder_embed[0]
     row = [*model.measures(images[:200], val).values()][0][0]          # 0.95 of the dominant one
     assert row["branch dominant"] > 0.9 > 0.3 > row["branch subordinate"]
+
+
+def test_latents_of_many_images():
+    """Each is mixed with its predecessor, also across the pieces of 250."""
+    model, images = build("imae", teacher=TEACHER), images_and_noise(252)[0]
+    whole, end = (model.latents(x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
+    assert torch.allclose(whole[249:], end[1:], atol=1e-5)
 
 
 def test_figure():
@@ -277,15 +287,16 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
         assert torch.equal(start[f"decoder_embed.{i}.weight"], mae["model"]["decoder_embed.weight"])
 
 
-def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch):
-    """The same pairs, alphas and latents."""
+def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch, capsys):
+    """The same pairs, alphas and latents. The teacher stays."""
     pretrain()
     words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--same_class", "0.5", "--epochs",
              "3", "--optimizer", "sgd", "--lr", "0.1", "--accum", "2"]
     whole = pretrain(*words, name="whole")
     with stopping_after_two(monkeypatch):
         pretrain(*words, name="part")
-    part = pretrain(*words, "--resume", name="part")
+    part = pretrain(*words, "--resume", "--teacher", "runs/mae", name="part")
+    assert "note    teacher runs/mae/last.pt is kept" in capsys.readouterr().out
     assert same(whole["model"], part["model"]) and len(part["history"]) == 3
     together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--name", "two")
     assert same(whole["model"], train.read("runs/two/last.pt")["model"], atol=1e-6)

@@ -520,6 +520,13 @@ def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+def test_all_blocks_are_checkpointed(spy):
+    blocks = spy(train, "checkpoint", lambda forward, *_, **__: type(forward.__self__).__name__)
+    net = train.wrap(build("crossmae"), settings(grad_checkpointing=True, compile=False))
+    net(*images_and_noise())
+    assert blocks == ["Block"] * 2 + ["CrossBlock"] * 2
+
+
 @methods
 def test_small(name):
     """`small` has training's values and `small_model` the model's; one line builds it."""

@@ -133,6 +133,14 @@ def test_defaults(kind, groups, sigma):
     assert MINR.mean == (0.0, 0.0, 0.0) and MINR.std == (1.0, 1.0, 1.0)
 
 
+def test_initial_weights():
+    """Of GINR's shared factor N(0, 1/(g a)); elsewhere uniform, up to 1/sqrt(outputs) (item 9)."""
+    model = MINR(16, 4, 3, 16, 1, 1, modulated_layers=(0,), groups=64, ff_dim=32)
+    assert model.weights[0].shape == (64, 256) and model.weights[-1].shape == (256, 3)
+    assert model.weights[0].std().item() == pytest.approx((64 * 64) ** -0.5, rel=0.05)
+    assert model.weights[-1].abs().max().item() == pytest.approx(3 ** -0.5, rel=0.05)
+
+
 def test_figure():
     """Rendered at four times the size, beside the model's size upscaled bicubically."""
     model, (images, _) = build("minr"), images_and_noise()

@@ -1,4 +1,5 @@
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,7 +29,7 @@ from mae import MAE
 from tests.conftest import DECODER, ROOT, TINY, same, script, settings, together, write_pictures
 from tests.golden import load
 from tests.test_methods import BASE, flags
-from vit import denormalize, from_released, patchify, to_released
+from vit import denormalize, from_released, pair, patchify, to_released
 
 
 def log(name="mae"):
@@ -36,13 +37,16 @@ def log(name="mae"):
 
 
 # ------------------------------------------------------------------------------------------- data
-def test_shapes():
+def test_shapes(monkeypatch):
     (images, labels), again = (train.draw_shapes(40, (24, 32), 3) for _ in range(2))
     assert images.shape == (40, 3, 24, 32) and images.dtype == torch.uint8
     assert torch.equal(images, again[0]) and len(labels.bincount().unique()) == 1
     assert not torch.equal(images, train.draw_shapes(40, (24, 32), 4)[0])
     part, val, size = train.open_data("shapes", None, settings())
     assert size == (32, 32) and len(part.labels) == 10_000 and len(val.labels) == 1_000
+    monkeypatch.setattr(train, "SHAPES", {"nothing": (0, 1, 40), "disc": (0, 1, 2)})
+    images, labels = train.draw_shapes(40, (24, 32), 3)    # of "nothing" the background alone
+    assert torch.equal(images.float().std((2, 3)).mean(1) > 30, labels == 1)
     assert not torch.equal(part.images[:1000], val.images) and len(part.classes) > 4
 
 
@@ -73,7 +77,8 @@ def test_train_images(folder):
 
 
 def test_flat_folder_holds_out_by_name(tmp_path):
-    """About 5% are held out, at least one. More images, or another place, move none."""
+    """About 5% are held out, at least one. More images, or another place, move none. Links are
+    followed, and names may be in capitals."""
     def names(root):
         return [{str(Path(file).relative_to(root)) for file in files}
                 for files, *_ in train.list_folder(root)]
@@ -84,6 +89,7 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     (part, val), (split, *_) = names(root), train.open_data(str(root), None, settings())
     assert len(part) + len(val) == 300 and 5 <= len(val) <= 30 and not part & val
     assert split.classes == [] and set(split.labels.tolist()) == {-1}
+    assert all(files == sorted(files) for files, *_ in train.list_folder(root))
     write_pictures(root, "y", 300, side=1)
     assert part < names(root)[0] and val < names(root)[1]
     part, val = names(root)
@@ -94,14 +100,20 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     for name in low:
         (tmp_path / "low" / name).touch()
     assert [len(part) for part in names(tmp_path / "low")] == [1, 1]
+    (moved / "x").rename(tmp_path / "x")
+    (moved / "x").symlink_to(tmp_path / "x")
+    assert names(moved) == [part, val]
+    (moved / "A.JPG").touch()
+    assert sum(map(len, names(moved))) == 601
 
 
 def test_the_size_is_of_a_sample(tmp_path):
-    """The first file alone does not decide. Larger images are read from files, at 224 pixels."""
-    write_pictures(tmp_path, "a", 3, side=8)
-    write_pictures(tmp_path, "b", 3, side=(40, 24))
+    """The first files alone do not decide. Larger images are read from files, at 224 pixels."""
+    write_pictures(tmp_path, "a", 60, side=8)
+    write_pictures(tmp_path, "b", 9, side=(40, 24))
     split, _, size = train.open_data(str(tmp_path), None, settings())
     assert size == (40, 24) and torch.is_tensor(split.images)
+    assert train.open_data(str(tmp_path), None, settings(patch_size=(7, 5)))[2] == (35, 20)
     write_pictures(tmp_path, "c", 3, side=240)
     split, _, size = train.open_data(str(tmp_path), None, settings())
     assert size == (224, 224) and isinstance(split.images[0], str)
@@ -121,18 +133,21 @@ def test_images_of_any_size(tmp_path, capsys, sides, size, patch_size):
     assert used in capsys.readouterr().out
 
 
-def test_files(tmp_path):
+def test_files(tmp_path, spy):
     """Images that are read from files, in pieces, are the same with and without workers."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 100, side=(12, 24))
     split, val, size = train.open_data(str(tmp_path), (8, 16), settings())
     assert size == (8, 16) and isinstance(split.images[0], str)
+    assert isinstance(train.open_data(str(tmp_path), (16, 16), settings())[0].images[0], str)
     middle = train.read_image(val.images[3])[:, 1:11, 2:23]            # 7/8 of each side
     assert torch.equal(val[3][0], v2.functional.resize(middle, (8, 16), Image.BICUBIC))
     ForkingPickler.dumps(split)                            # for workers that are spawned
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
     ForkingPickler.dumps(split)
     batches = torch.randperm(200).split(150)
+
+    asked = spy(train, "DataLoader", lambda *_, num_workers, **__: num_workers)
 
     def draw(workers, seed):
         return [*train.load_images(split, batches, settings(workers=workers), seed)]
@@ -143,7 +158,7 @@ def test_files(tmp_path):
     second = draw(0, seed=2)[0][0]
     assert not torch.equal(first, second)
     assert torch.equal(draw(2, seed=1)[0][0], first) and torch.equal(draw(2, seed=2)[0][0], second)
-    assert not multiprocessing.active_children()
+    assert not multiprocessing.active_children() and asked == [0, 0, 2, 2]
 
 
 def test_reading_one_of_many_files(monkeypatch):
@@ -164,6 +179,8 @@ def test_whole_images():
     assert torch.equal(whole, v2.functional.resize(image, (8, 16), Image.BICUBIC))
     white = torch.full((3, 12, 24), 255, dtype=torch.uint8)
     assert train.center_crop(white, (8, 8), 1).min() == 255
+    middle = v2.functional.resize(image[:, :, 12:36], (8, 8), Image.BICUBIC)
+    assert torch.equal(train.center_crop(image, (8, 8), 1), middle)    # not distorted
 
 
 def test_copies_block_except_on_cuda(folder, spy):
@@ -204,7 +221,7 @@ def test_decoders(tmp_path):
 
 
 def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
-    """The other one waits. --train_images keeps the same ones again."""
+    """The other one waits. --train_images keeps the same ones again. Other sizes work."""
     class Stub:
         classes = ["a", "b"]
 
@@ -214,13 +231,17 @@ def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
                 Path(root).mkdir()                         # fails if two do it at a time
             assert Path(root).is_dir()
             n = 16 if train else 4
-            self.data = np.arange(n, dtype="uint8").repeat(32 * 32 * 3).reshape(n, 32, 32, 3)
+            self.data = np.random.default_rng(n).integers(0, 256, (n, 32, 32, 3), "uint8")
             self.targets = [0, 1] * (len(self.data) // 2)
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
     monkeypatch.chdir(tmp_path)
     together("train.py", "--data", "cifar10", *TINY, *DECODER, "--epochs", "0")
     assert train.read("runs/mae_cifar10")["config"]["img_size"] == (32, 32)
-    assert train.open_data("cifar10", None, settings())[0].images.is_contiguous()
+    images = train.open_data("cifar10", None, settings())[0].images
+    assert images.is_contiguous()
+    assert torch.equal(images[5, :, 7, 9], torch.tensor(Stub("data").data[5, 7, 9]))
+    train.main(["--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32", "--name", "larger"])
+    assert train.read("runs/larger")["config"]["img_size"] == (48, 32)
     some, again = (train.open_data("cifar10", None, settings(train_images=9))[0].images
                    for _ in range(2))
     assert len(some) == 9 and torch.equal(some, again)
@@ -236,6 +257,8 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     args = settings(device=None, world=processes, local_rank=1)
     assert str(train.choose_device(args)) == wanted
+    args.device = "cpu"                                    # asked for
+    assert str(train.choose_device(args)) == "cpu"
 
 
 @pytest.mark.parametrize("cores, processes, platform, wanted", [
@@ -341,13 +364,29 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
         assert len(draws[0].unique()) == 8
 
 
+def test_speed(pretrain, monkeypatch):
+    """By a clock that advances a second with each look at it; a batch arrives after one."""
+    monkeypatch.setattr(train, "perf_counter", itertools.count().__next__)
+    row, *_ = pretrain("--epochs", "1")["history"]         # 40 images in 5 steps
+    assert row["img_s"] == round(40 / row["train_s"], 1)
+    assert row["wait"] == round(5 / row["train_s"], 3)
+
+
+def test_every_image_has_its_turn():
+    """Those that fill no batch are others in each epoch."""
+    split, args = train.ImageDataset([""] * 10, [0] * 10, []), settings(batch_size=4, pairs=False)
+    seen = [torch.cat(train.draw_batches(split, 2, seed, args)).tolist() for seed in range(9)]
+    assert all(len({*ids}) == 8 for ids in seen) and {*sum(seen, [])} == {*range(10)}
+
+
 def test_images_are_shuffled(pretrain, spy):
-    """Classes are mixed, in training anew in each epoch, and in validation."""
+    """Classes are mixed, in training anew in each epoch and for each seed, and in validation."""
     seen = spy(train, "load_images", lambda data, batches, *_: batches[0].tolist())
     pretrain("--batch_size", "20", "--eval_images", "6")
     first, val, second, again = seen
     pretrain("--eval_images", "6", "--seed", "1", "--epochs", "1", name="other")
     assert first != second and val == again == seen[-1] and len(val) == 6
+    assert first[:8] != seen[-2]                           # of the other seed
     assert all(min(ids) < half <= max(ids) for ids, half in ((first, 20), (second, 20), (val, 6)))
 
 
@@ -404,7 +443,7 @@ def dry(monkeypatch, tmp_path):
     def run(main, words, side, n=50_000):
         split = train.ImageDataset(torch.zeros(n, 3, 1, 1), [0] * n, ["a"])
         for module in (train, finetune):
-            monkeypatch.setattr(module, "open_data", lambda *_: (split, split, (side, side)))
+            monkeypatch.setattr(module, "open_data", lambda *_: (split, split, pair(side)))
             monkeypatch.setattr(module, "fit", lambda args, *_, **__: seen.append(vars(args)) or {})
         main(words.split())
         return seen.pop()
@@ -413,8 +452,10 @@ def dry(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words, side, wanted", [
     ("--size micro", 224, dict(lr=2e-3, decoder_dim=64, warmup_epochs=1, batch_size=64)),
-    ("--size tiny", 64, dict(lr=2e-3, decoder_dim=64, epochs=10)),
+    ("--size tiny", 64, dict(lr=2e-3, decoder_dim=64, epochs=10, eval_images=1000)),
     ("--size tiny", 224, dict(lr=1.5e-4 * 4096 / 256, decoder_dim=512, epochs=800)),
+    ("--size tiny", (64, 224), dict(decoder_dim=512, epochs=800)),
+    ("--method imae", 32, dict(crop=1.0, flip=False)),     # as on CIFAR (Table 1)
     ("--size micro --lr 0.32 --decoder_dim 32", 32, dict(lr=0.32, decoder_dim=32)),
     ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--method crossmae --prediction_ratio .25 --lr 1e-3", 32, dict(lr=1e-3, decoder_depth=4))])
@@ -472,7 +513,8 @@ FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --w
 --epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd | --train_images 32 |
 --optimizer sgd --momentum 0.5 | --schedule constant | --mask_ratio 0.5 | --norm_pix_loss |
 --decoder_depth 2 | --dim 32 | --depth 1 | --heads 1 | --batch_size 16 |
---img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16"""
+--img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16 |
+--epochs 0 | --epochs 0 --seed 1"""
 
 
 def test_flags_do_something(pretrain, monkeypatch):
@@ -492,7 +534,7 @@ def test_what_changes_nothing(pretrain):
         assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
 
 
-def test_a_run_leaves_everything(pretrain, capsys):
+def test_a_run_leaves_everything(pretrain, folder, capsys):
     content = pretrain("--img_size", "16,24")
     said, rows = capsys.readouterr().out, log()
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
@@ -501,6 +543,10 @@ def test_a_run_leaves_everything(pretrain, capsys):
                  "16x24 px in 4x6 patches of 4x4 px", "only 10 steps in total",
                  "2 epochs (1 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002"):
         assert part in said
+    pretrain("--data", str(folder / "train"), "--img_size", "8", "--epochs", "0", name="flat")
+    flat = capsys.readouterr().out                         # files without labels
+    assert "val, in memory; 16x24" in said and "val, read from files; 8x8" in flat
+    assert 'next    python train.py --eval "runs/flat/last.pt"' in flat
     assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows
     for row in rows:
         scores = f"loss {row['loss']:.4f}, psnr_masked {row['psnr_masked']:.2f}, "
@@ -547,7 +593,8 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
              "--img_size", "16,24", "--method", method, *flags(BASE[method])]
     words += ["--pixel_fraction", "0.5"] if method == "minr" else []
-    words += ["--eval_images", "2"] if processes == 3 else []          # one of them has no image
+    if processes == 3:                                     # one has no image to validate on; files
+        words += ["--eval_images", "2", "--img_size", "8,12"]
     one = pretrain(*words, name="one", own=[])
     said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
                     processes=processes, work=eager)
@@ -820,12 +867,16 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         train.main([*words[:2], *data, "--eval", *files])
         note = f"drawn/last.pt was trained on shapes, and is evaluated on {folder}"
         assert capsys.readouterr().out.count(note) == said
+    both, alone = (train.main([*words[:2], "--data", str(folder), "--eval", *some])
+                   for some in (files, files[1:]))         # of 16 and of 32 pixels
+    assert both[3:] == alone
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
 def test_masks_of_an_evaluation(pretrain):
-    """Each pattern and ratio has its own score; a run is scored under its own pattern."""
-    row = pretrain("--mask", "grid")["history"][-1]
+    """Each pattern and ratio has its own score; a run is scored under its own pattern, and on whole
+    images, also of files. The picture has the first pattern."""
+    row = pretrain("--mask", "grid", "--img_size", "12")["history"][-1]
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval", "runs/mae/last.pt"]
     rows = train.main([*words, "--masks", "random", "grid", "block"])
     scores = {(row["mask"], row["mask_ratio"]): row["psnr_masked"] for row in rows}
@@ -833,6 +884,9 @@ def test_masks_of_an_evaluation(pretrain):
     assert scores["grid", 0.75] == pytest.approx(row["psnr_masked"], abs=1e-4)
     again = train.main([*words, "--mask", "block"])
     assert [row["psnr_masked"] for row in again] == [scores["block", 0.5], scores["block", 0.75]]
+    picture = Path("runs/mae/eval.png").read_bytes()
+    train.main([*words, "--masks", "block"])
+    assert Path("runs/mae/eval.png").read_bytes() == picture
 
 
 def test_the_picture_of_an_evaluated_folder(pretrain):
@@ -851,9 +905,10 @@ def test_eval_of_normalised_patches(pretrain):
     assert honest["checkpoint"] == "runs/[m]ae/last.pt"
 
 
-def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
-    """It prints i-MAE's separability and MAE's attention, and writes the methods' pictures. A
-    pattern that the shell has left is expanded."""
+def test_eval_shows_what_is_special_to_a_method(pretrain, folder, spy, capsys):
+    """It prints i-MAE's separability and MAE's attention, and writes the methods' pictures, all of
+    validation images. A pattern that the shell has left is expanded."""
+    shown = spy(train.METHODS["minr"], "figures", lambda self, images: images)
     pretrain()
     for name, more in (("crossmae", []), ("minr", []), ("imae", ["--teacher", "runs/mae"])):
         pretrain("--method", name, *more, name=name, own=flags(BASE[name]))
@@ -863,6 +918,9 @@ def test_eval_shows_what_is_special_to_a_method(pretrain, capsys):
     assert [Path(row["checkpoint"]).parent.name for row in rows] == [
         "crossmae", "mae", "minr", "imae"]
     said = capsys.readouterr().out
-    assert "share of visible" in said and "subordinate" in said
+    assert "share of visible" in said and "visible tokens; 11 images" in said
+    assert "11 mixtures of two" in said and "fitted on 40 training images" in said
+    val = train.open_data(str(folder), None, settings())[1].images / 255
+    assert len(shown[0]) == 8 and all((x == val).all((1, 2, 3)).any() for x in shown[0])
     for name in ("crossmae/contributions", "crossmae/map_weights", "minr/rendered", "imae/unmix"):
         assert Image.open(f"runs/{name}.png").width > 100 and f"runs/{name}.png" in said
