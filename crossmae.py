@@ -158,10 +158,10 @@ class CrossMAE(nn.Module):
         return w.softmax(dim=1) if self.softmax_weights else w  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) and return a list of what each decoder block
-        attends to, (B,1+K,D) each. With inter-block attention (Sec. 3.4, InterBlockAttention in
-        A.3) this is its own mix of the feature maps map_ids, normalised by its norm in dec_norms.
-        Without, it is the encoder's output for all blocks."""
+        """Encode the visible patches ids_keep (B,K). Returns a list of the tokens (B,1+K,D) that
+        each decoder block attends to. With inter-block attention (Sec. 3.4, InterBlockAttention in
+        A.3), these are its own mix of the feature maps map_ids, normalised by its norm in
+        dec_norms. Without it, every block attends to the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -214,12 +214,12 @@ class CrossMAE(nn.Module):
 
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
-        """Return how much mask token and position, and then each decoder block, contribute to the
-        predictions for all masked patches, (1+decoder depth,B,M,p*p*C), with ids_keep and ids_mask
-        (Appendix D, where f_i is the output of decoder block i, and no feature map). The
-        contributions sum to the prediction, because the final norm is linear once its standard
-        deviation is fixed, here to that of the last output. The first includes the biases of norm
-        and head."""
+        """Return the contributions (1+decoder depth,B,M,p*p*C) to the predictions for all masked
+        patches, and also ids_keep and ids_mask (Appendix D; f_i there is the output of decoder
+        block i, not a feature map). The first contribution is that of mask token and position, with
+        the biases of norm and head; the others are those of the decoder blocks. They sum to the
+        prediction, because the final norm is linear once its standard deviation is fixed, here to
+        that of the last block's output."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
         parts = [x]                                                    # first f_0, then each g_i
@@ -267,9 +267,10 @@ class CrossMAE(nn.Module):
 def decoder_attention(mae, images):
     """Measure the decoder attention of an MAE from mask tokens to visible tokens (class token
     included) and to mask tokens (Table 6, the starting point of the paper), for normalised images
-    (N,C,H,W). Returns {title: rows}, one row per decoder block and one for their sum: the attention
-    that a mask token pays to one token, averaged over both and over images, and summed over heads;
-    and the share received by all visible tokens together.
+    (N,C,H,W). Returns {title: rows}, one row per decoder block and one for their sum. A row has the
+    attention that a mask token pays to one visible token and to one mask token, averaged over the
+    tokens on both sides and over images, and summed over heads. It also has the share of attention
+    that goes to all visible tokens together.
 
     A.1 averages over heads, but Table 6 must be summed over the 16 heads: a block's total, 50 x
     0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""

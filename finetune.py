@@ -163,8 +163,9 @@ class Classifier(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
-        pool: the features: "mean" of the patch tokens; the class "token"; mean of the "extra"
-            tokens; all extra tokens "joined" into one vector, or all patch tokens if there are none
+        pool: the features. "mean": mean of the patch tokens. "token": the class token. "extra":
+            mean of the extra tokens. "joined": all extra tokens as one vector, or all patch tokens
+            if there are none
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
         norm: whether the encoder of a probe has a final norm; in fine-tuning on pooled tokens,
             fc_norm takes its place (CrossMAE A.6)
@@ -352,12 +353,13 @@ def main(argv=None):
     add("erasing", "probability of erasing a rectangle of an image", type=fraction, metavar="X")
     add("mixup", "alpha of MixUp; 0: none", type=positive, metavar="X")
     add("cutmix", "alpha of CutMix; 0: none", type=positive, metavar="X")
-    add("mix_ratio", "mix each image with another; this is its own weight, and replaces MixUp and "
-        "CutMix; 0: off", type=fraction, metavar="X")
+    add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
+        "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
     add("smoothing", "label smoothing", type=fraction, metavar="X")
     add("drop_path", "drop path rate (stochastic depth) of the last block", type=fraction,
         metavar="X")
-    add("layer_decay", "layer-wise learning rate decay, per layer", type=fraction, metavar="X")
+    add("layer_decay", "learning rate of a layer, relative to that of the layer after it; 1: no "
+        "decay", type=fraction, metavar="X")
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
         f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n"
@@ -373,8 +375,8 @@ def main(argv=None):
 #   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
 #   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
 #   5. Probe and nearest neighbours use mean pooling too, so that all methods are comparable; the
-#      released probe uses the class token (--pool token). MINR's weight tokens are read instead of
-#      its patch tokens, as its loss trains only those.
+#      released probe uses the class token (--pool token). For MINR, weight tokens are read, not
+#      patch tokens, because its loss trains only the weight tokens.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none); MAE's released
 #      command for ViT-B has 0.65.
 #   7. 100 epochs are for ViT-B (MAE, CrossMAE); both have 50 for ViT-L, and HyperMAE has 50.

@@ -126,8 +126,9 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """Map coordinates (B,P,2), or (P,2) for all images, to pixels (B,P,p*p*C) by the PaCo-MLP
-        (Sec. 2.2, Algorithm 1). M (B,h,h), a layer without a bias, is an argument (item 7). ReLU
-        between layers, except right before and after M, unless relu_around_m (item 1)."""
+        (Sec. 2.2, Algorithm 1). M (B,h,h) is a layer without a bias (item 7). A ReLU follows every
+        layer but the last; those right before and after M are left out unless relu_around_m is set
+        (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)

@@ -112,7 +112,7 @@ class IMAE(nn.Module):
 
     def decode(self, z, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from a latent z (B,1+K,E): (B,P,p*p*C). P = M
-        gives the masked patches, P = L all of them. (As in mae.py, but after the embedding.)"""
+        gives the masked patches, P = L all patches. (As in mae.py, but after the embedding.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],       # (B, 1, E) class token
                        z[:, 1:] + pos[ids_keep],                       # (B, K, E) visible patches
@@ -133,10 +133,10 @@ class IMAE(nn.Module):
         random if None. Partners are Algorithm 1's perm(img); if None, each image's predecessor in
         the batch (item 7). alpha, a number or (B,), is the weight of images; None means draw_alpha.
 
-        Each branch contributes the mean squared error over its image's masked patches and, as
-        "distill", that between its latent and the teacher's (items 1, 2, 4). The loss is a float32
-        scalar, metrics its parts, detached: {"loss", "subordinate", "dominant" (if that branch
-        exists), "distill" (before distill_weight)}."""
+        Each branch adds two mean squared errors to the loss: that over its image's masked patches
+        and, times distill_weight, that between its latent and the teacher's (items 1, 2, 4). The
+        loss is a float32 scalar. metrics holds it and its parts, detached: {"loss", "subordinate",
+        "dominant" (if that branch exists), "distill" (before distill_weight)}."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -181,8 +181,8 @@ class IMAE(nn.Module):
         return decoded, mask
 
     def draw_alpha(self, device):
-        """Return the weight of images, one per batch as in Algorithm 1: the argument alpha, or a
-        draw from Beta(beta, beta). A 0-dim tensor."""
+        """Return the weight of images, a 0-dim tensor: one per batch, as in Algorithm 1. It is
+        self.alpha or, if that is None, a draw from Beta(beta, beta)."""
         alpha = self.alpha
         if alpha is None:
             alpha = torch.distributions.Beta(self.beta, self.beta).sample().item()
@@ -222,10 +222,10 @@ class IMAE(nn.Module):
             "subordinate image, dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Mix each of images (N,C,H,W) with its predecessor as the dominant image (alpha up to
-        0.5), and return {"mixed": the encoder's output for the mixture, "control": the teacher's;
-        and for each of names, those of the branches, "branch NAME": z, "teacher NAME": w}, each
-        (N,1+K,D or E). All use one mask, so token t is always the same patch."""
+        """Mix each of images (N,C,H,W) with its predecessor, the dominant image (alpha up to 0.5).
+        Returns a dict of latents (N,1+K,D or E): "mixed", the encoder's output for the mixture;
+        "control", the teacher's latent of the mixture; and for each branch NAME in `names`, "branch
+        NAME", z, and "teacher NAME", w. All use one mask, so token t is always the same patch."""
         parts = defaultdict(list)
         for x, y in zip(images.split(250), images.roll(1, 0).split(250)):
             ids_keep, _, _ = self.encoder.mask(x, self.same_noise(x), self.mask_ratio)
@@ -334,8 +334,8 @@ def check_same_class(labels, classes, same_class):
     has_mates = same_class == 0 or sizes.min() >= 2
     has_others = same_class == 1 or len(sizes) >= 2
     require(classes and has_mates and has_others,
-            f"--same_class {same_class} needs class folders: at least two images in each if above "
-            f"0, at least two folders if below 1")
+            f"--same_class {same_class} needs class folders: above 0, each needs at least two "
+            f"images; below 1, there must be at least two folders")
 
 
 def teacher_of(checkpoint, config):

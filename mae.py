@@ -78,7 +78,7 @@ class MAE(nn.Module):
 
     def decode(self, latent, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). P = M
-        gives the masked patches, P = L all of them."""
+        gives the masked patches, P = L all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
@@ -87,7 +87,7 @@ class MAE(nn.Module):
 
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). Patches with low noise (B,L)
-        stay visible; None draws it. The loss is the mean squared error between masked patches and
+        stay visible (None: random). The loss is the mean squared error between masked patches and
         their predictions, a float32 scalar; metrics is {"loss": the detached loss}."""
         # so few stay visible that the rest cannot be copied from neighbours (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
@@ -97,7 +97,7 @@ class MAE(nn.Module):
         pred = self.decode(latent, ids_keep, ids_mask, ids_mask.shape[1])      # (B, M, p*p*C)
         # normalising each patch raises local contrast, and accuracy (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
-        # over masked patches only: over all of them accuracy is slightly lower (Sec. 3)
+        # over masked patches only: over all patches accuracy is slightly lower (Sec. 3)
         loss = (pred.float() - target).square().mean()                 # scalar
         return loss, {"loss": loss.detach()}
 

@@ -44,10 +44,10 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size, `encoder` gives features. Images are in [0, 1]. "Paper" refers to a
-    summary of it, which is all we had. Defaults are the paper's (182 x 182 pixels, a grid of 14 x
-    14 patches (item 1), 75% masked, 5 layers, the second modulated, all pixels in the loss) or,
-    where it gives none, the release's.
+    `render` at any size, `encoder` gives features. Images are in [0, 1]. We only had a summary of
+    the paper; "paper" refers to that. Defaults follow the paper: 182 x 182 pixels, a grid of 14 x
+    14 patches (item 1), 75% masked, 5 layers, the second modulated, all pixels in the loss. Where
+    the paper gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -58,9 +58,9 @@ class MINR(nn.Module):
             second for ginr, all for transinr (Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: number of weight tokens per modulated layer, at most its number of outputs; they are
-            the rank (ginr) or the columns, which are repeated (transinr); None: 256 for ginr, 64
-            for transinr (release; item 8)
+        groups: number of weight tokens per modulated layer, at most its number of outputs. For ginr
+            this is the rank, for transinr the number of predicted columns, which are repeated.
+            None: 256 for ginr, 64 for transinr (release; item 7)
         ff_dim: number of cosine features, and of sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image; None: 128 for
             ginr, 1024 for transinr (release)
@@ -100,7 +100,7 @@ class MINR(nn.Module):
         if modulated_layers is None:                       # Sec. 3.2: the second layer is 1
             modulated_layers = [1] if hypernetwork == "ginr" else range(mlp_depth)
         if groups is None:
-            groups = 256 if hypernetwork == "ginr" else 64             # item 7
+            groups = 256 if hypernetwork == "ginr" else 64             # items 7, 8
         if ff_sigma is None:
             ff_sigma = 128.0 if hypernetwork == "ginr" else 1024.0     # item 7
         require({*modulated_layers} and {*modulated_layers} <= {*range(mlp_depth)},
@@ -179,7 +179,7 @@ class MINR(nn.Module):
         """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random if None.
         The loss is the mean squared error over all pixels, or over masked ones, a float32 scalar;
         metrics is {"loss": the detached loss}. In training, coord_jitter and pixel_fraction draw
-        from torch's generator, the same for all images."""
+        from torch's generator; all images share these random numbers."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
         layers = self.modulate(self.encode(images, ids_keep, mask))
         H, W = self.encoder.img_size
@@ -199,8 +199,8 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # a mean over masked pixels, as if pixel_fraction rendered just the masked fraction of
-            # them: dividing by their actual number would change the loss with --accum
+            # the mean over masked pixels, divided by their expected number: with pixel_fraction the
+            # actual number varies, and dividing by it would make the loss depend on --accum
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 

@@ -4,9 +4,9 @@ Read it from the top: `pretrain` opens the data, builds the model, and hands bot
 calls `train_epoch`, which calls `train_step`: forward, backward and optimizer step. After them come
 their helpers, then model and recipe, evaluation, data, checkpoints, processes, the command line.
 
-Each step is seeded from (seed, epoch, step). Each process draws for the whole batch and keeps its
-own part, so N processes pretrain like one. Crops of files are drawn from (seed, epoch, image). A
-resumed run therefore needs no saved random state. finetune.py uses the same loop.
+Each step is seeded from (seed, epoch, step). Each process draws the random numbers of the whole
+batch and keeps its part, so N processes pretrain like one. Crops of files are drawn from (seed,
+epoch, image). A resumed run needs no saved random state. finetune.py uses the same loop.
 
 A method is a class like those in METHODS; the README lists what it must provide ("Fork").
 """
@@ -147,7 +147,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
                steps, unit="img", unit_scale=args.batch_size, leave=False,
                disable=args.rank > 0 or not sys.stderr.isatty())
-    began = asked = told = perf_counter()                  # asked for a batch, told the state
+    began = asked = told = perf_counter()      # asked: for a batch; told: last printed the state
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
@@ -164,7 +164,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
             check = [metrics["loss"], *(net.parameters() if step == steps else ())]
             if not all(x.isfinite().all() for x in check):
                 raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
-                                 f"{step}, lr {lr:.1e}: --resume with a lower --lr or --clip_grad")
+                                 f"{step}, lr {lr:.1e}: --resume with --clip_grad or a lower --lr")
             state = f"loss {metrics['loss']:.4f}, lr {lr:.1e}"
             bar.set_postfix_str(state)
             if not sys.stderr.isatty() and perf_counter() - told > 60:
@@ -217,9 +217,9 @@ def draw_batches(train, steps, seed, args):
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7: linear warmup from 0, which the
-    first step gets (release), to lr over warmup_epochs, then constant or half a cosine from lr to
-    min_lr until args.epochs."""
+    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0 to lr
+    over warmup_epochs; the first step gets 0 (release). It then stays constant, or falls from lr to
+    min_lr along half a cosine, until args.epochs."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -451,9 +451,9 @@ def as_table(rows):
 
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
-    """Training or validation images: uint8 (N,C,H,W), in memory, or N file names; labels (N,), -1
-    for none; class names. With a `transform`, which files always have, workers load images one by
-    one; without, crop_batch crops whole batches."""
+    """Training or validation images, with labels (N,), -1 for none, and class names. `images` is a
+    uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files always have,
+    workers load the images one by one. Without one, crop_batch crops whole batches."""
 
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
@@ -621,10 +621,10 @@ def val_batches(dataset, args, img_size, most=None):
 
 
 def crop_batch(images, img_size, args):
-    """Do what crop_transform does for this process's in-memory images (b,C,H,W), with a separate
-    crop for each (torchvision would use one for the whole batch); float, bilinear. Crops taller or
-    wider than the image are clipped to it. Images of another aspect ratio than img_size are
-    stretched, as in validation."""
+    """Crop, resize and flip this process's in-memory images (b,C,H,W) like crop_transform, but
+    bilinearly and with a separate crop for each (torchvision would use one for the whole batch).
+    Returns floats. Crops taller or wider than the image are clipped to it. Images of another aspect
+    ratio than img_size are stretched, as in validation."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, root, y, x, coin = draws.unbind(1)                           # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image's
@@ -784,8 +784,8 @@ def data_of(content, path, args):
 
 
 def load(path, methods=METHODS):
-    """Return the model in a checkpoint, in eval mode, with the class_names of its data. `methods`,
-    {method: class}, are those that it may be of."""
+    """Return the model in a checkpoint, in eval mode. Its class_names are those of its data. Raises
+    InputError if the checkpoint's method is not in `methods`, {method: class}."""
     content = read(path)
     require(content["method"] in methods, f"{path} has method {content['method']}, which is none "
                                           f"of {', '.join(methods)}")
@@ -1012,7 +1012,7 @@ def add_recipe(parser, title, recipe, small):
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
-    add("lr", "learning rate for any batch size; without one, blr * batch_size / 256 is used",
+    add("lr", "learning rate for any batch size; if none is set, blr * batch_size / 256 is used",
         type=positive, metavar="X")
     add("blr", "learning rate for a batch of 256", type=positive, metavar="X")
     add("min_lr", "final learning rate of the cosine schedule", type=positive, metavar="X")
@@ -1101,7 +1101,7 @@ def main(argv=None):
     if getattr(cls, "pairs", False):
         option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
         option("--same_class", type=number(float, 0, 1), metavar="X",
-               help="fraction of pairs from the same class (pairs are random)")
+               help="fraction of pairs from the same class (not given: random pairs)")
     option = parser.add_argument_group("evaluation").add_argument
     option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
     option("--mask_ratios", nargs="+", type=number(float, 0, 1), metavar="X",

@@ -289,9 +289,9 @@ class ViT(nn.Module):
 
     def mask(self, images, noise, mask_ratio):
         """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
-        `noise` (B,L) is random if None. A bool tensor (B,L) is a mask, True = masked. Raises
-        ValueError if it does not fit the images, or has another number of visible patches than
-        mask_ratio gives."""
+        `noise` (B,L) is random if None. If it is a bool tensor, it is the mask itself, True =
+        masked. Raises ValueError if the shape of `noise` does not fit the images, or if such a mask
+        has another number of visible patches than mask_ratio gives."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)

@@ -167,7 +167,8 @@ def tables(setup):
             row = setup.row(name, columns)
             if title == "Learning rates":
                 row = [part.replace(" (seed 0)", "") for part in row]
-                row = [f"**{part}**" if part and part == max(row) else part for part in row]
+                if len([*filter(None, row)]) > 1:
+                    row = [f"**{part}**" if part == max(row) else part for part in row]
             if any(row):
                 rows.append([NAMES[name], *(detail(name, setup.size) for _, detail in more), *row])
         if rows:
