@@ -335,7 +335,8 @@ def test_one_batch_overfits(name):
         loss.backward()
         optimizer.step()
     pytest.fail(f"the loss of one batch fell only from {first:.2f} to {loss:.2f}: forward is "
-                f"wrong, or the sizes do not suit (BASE and LARGER in this file)")
+                f"wrong, or the loss is one that falls slowly (L1, say), or the sizes do not suit "
+                f"(BASE and LARGER in this file)")
 
 
 @methods

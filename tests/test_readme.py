@@ -29,6 +29,7 @@ def test_python(pretrain, folder, monkeypatch):
     exec(LOOP, names)
     exec(MODELS, names)
     words = ["--data", str(folder), "--epochs", "0"]
+    assert train.read("own.pt")["flags"] == {"data": "cifar10"}        # so no command needs --data
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
     init = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
