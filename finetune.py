@@ -332,8 +332,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser("finetune.py", **LAYOUT)
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
-           help="finetune, linear (probe), knn (nearest neighbours), scratch (train without a "
-                "checkpoint) or eval (evaluate a fine-tuned checkpoint) (finetune)")
+           help="finetune, linear (probe), knn (nearest neighbours), scratch (random weights; only "
+                "the sizes of a --checkpoint are used) or eval (evaluate a fine-tuned checkpoint) "
+                "(finetune)")
     mode = parser.parse_known_args(argv)[0].mode
     option("--checkpoint", metavar="FILE",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")

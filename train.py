@@ -395,6 +395,9 @@ def compare(args):
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
         if size != model.encoder.img_size:
+            if size:
+                print(f"note    {path} is evaluated on images of another size than the checkpoint "
+                      f"before it: do not compare their PSNR")
             train, val, size = open_data(args.data, model.encoder.img_size, args)
         for mask in masks:
             for ratio in args.mask_ratios:
@@ -1021,8 +1024,8 @@ def add_recipe(parser, title, recipe, small):
     add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
     add("schedule", "learning rate after the warmup: cosine or constant",
         choices=("cosine", "constant"), metavar="X")
-    add("batch_size", "total batch size, over all processes and --accum pieces",
-        type=number(int, 1), metavar="N")
+    add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
+        "a tenth of the training images", type=number(int, 1), metavar="N")
     add("epochs", "passes over the images", type=number(int, 0), metavar="N")
     add("warmup_epochs", "epochs of linear learning rate warmup", type=positive, metavar="X")
     add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",

@@ -368,13 +368,18 @@ def code_of(name, text):
     return ""
 
 
+def git(*words):
+    """Return what a git command prints in this folder; "" without git."""
+    if not shutil.which("git"):
+        return ""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8").stdout
+
+
 def codes(name):
     """Return the code of the function `name` now, and in the last commit; "" if git has none."""
-    file, committed = file_of(name), ""
-    if shutil.which("git"):
-        committed = subprocess.run(["git", "show", f"HEAD:./{file}"], cwd=ROOT,
-                                   capture_output=True, encoding="utf-8").stdout
-    return code_of(name, (ROOT / file).read_text(encoding="utf-8")), code_of(name, committed)
+    file = file_of(name)
+    now, committed = (ROOT / file).read_text(encoding="utf-8"), git("show", f"HEAD:./{file}")
+    return code_of(name, now), code_of(name, committed)
 
 
 def remark(name):
@@ -434,19 +439,20 @@ def remove_here(names):
 
 def handout(folder, names):
     """Copy the project into a new folder, without the bodies of these exercises, and add a page of
-    tasks."""
+    tasks. Files that git does not track, a solution of yours for example, are left out."""
     if not names:
         refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         refuse(f"{folder} exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for path in ROOT.iterdir():
-        if path.suffix in (".py", ".txt", ".md") or path.name.startswith("LICENSE"):
-            shutil.copy(path, folder)
-    for part in ("tests", ".github"):                      # test_exercise.py has solutions
-        if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(
-                "__pycache__", "test_exercise.py"))
+    tracked = git("ls-files", "-z").split("\0")[:-1]       # none without git: then copy all
+    patterns = ("*.py", "*.txt", "*.md", "LICENSE*", "tests/**/*", ".github/**/*")
+    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
+        name = path.relative_to(ROOT).as_posix()
+        left_out = path.name == "test_exercise.py" or path.suffix == ".pyc"  # it has solutions
+        if path.is_file() and not left_out and (name in tracked or not tracked):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / name)
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the sources named in its place and the paper tell you what it must do. The "
             "checks compare your results with plain-loop references in `tests/references.py`; try "

@@ -4,11 +4,10 @@
     python -m tests.results --data cifar10 --size tiny --epochs 50 --batch_size 512
 
 Each result is a line of tests/results.jsonl, from which tests/tables.py makes tables and verdicts.
-Results that have a line are not computed again. To repeat an encoder, delete its lines and its
-folders in runs/results/. A seed controls all randomness: pretraining, the teacher, the label subset
-and fine-tuning. Other learning rates are tried on the first seed only. No encoder is trained on
---other. Flags that are not listed below go to pretraining. Several such commands can run at the
-same time, each with its own --seeds or --only, and its own --out.
+To repeat an encoder, delete its lines and its folders in runs/results/. A seed controls all
+randomness: pretraining, the teacher, the label subset and fine-tuning. Other learning rates are
+tried on the first seed only. No encoder is trained on --other. Flags that are not listed below go
+to pretraining. Several commands can run at once, each with its own --seeds or --only, and --out.
 """
 
 import argparse

@@ -438,7 +438,13 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
 
     repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert path.read_bytes() == before
-    shutil.rmtree(tmp_path / ".git")
+    (tmp_path / "solutions.py").write_text("mine")         # a handout has what git tracks, or all
+    for has_git in (True, False):
+        if not has_git:
+            shutil.rmtree(tmp_path / ".git")
+        assert main(["--handout", str(tmp_path / f"class{has_git}"), "mae.MAE.forward"]) == 0
+        copied = {file.name for file in (tmp_path / f"class{has_git}").iterdir()}
+        assert {"mae.py", "TASKS.md"} < copied and ("solutions.py" in copied) != has_git
     refused(main, ["vit.patchify"], "git does not track vit.py")
     assert path.read_bytes() == before
 

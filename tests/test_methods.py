@@ -329,7 +329,7 @@ def test_one_batch_overfits(name):
     first = loss_of(model, images, noise).item()
     for _ in range(300):
         loss = loss_of(model, images, noise)
-        if loss < 0.3 * first:
+        if loss < 0.4 * first:                             # an L1 loss gets there, too
             return
         optimizer.zero_grad()
         loss.backward()
