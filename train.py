@@ -259,11 +259,12 @@ def wrap(model, args):
 
 def describe(args, model, train, val):
     """Print what is trained, on what data and how."""
-    n, steps, encoder = len(train.labels), len(train.labels) // args.batch_size, model.encoder
+    n, n_val = len(train.labels), len(val.labels[:args.eval_images])
+    steps, encoder = n // args.batch_size, model.encoder
     (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
     size = sum(p.numel() for p in model.parameters()) / 1e6
     where = "in memory" if torch.is_tensor(train.images) else "read from files"
-    print(f"data    {args.data}: {n} train, {len(val.labels)} val, {where}; {H}x{W} px in {h}x{w} "
+    print(f"data    {args.data}: {n} train, {n_val} val, {where}; {H}x{W} px in {h}x{w} "
           f"patches of {p}x{q} px")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
           f"{args.dtype}")

@@ -543,9 +543,10 @@ def test_a_run_leaves_everything(pretrain, folder, capsys):
                  "16x24 px in 4x6 patches of 4x4 px", "only 10 steps in total",
                  "2 epochs (1 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002"):
         assert part in said
-    pretrain("--data", str(folder / "train"), "--img_size", "8", "--epochs", "0", name="flat")
+    pretrain("--data", str(folder / "train"), "--img_size", "8", "--epochs", "0",
+             "--eval_images", "1", name="flat")
     flat = capsys.readouterr().out                         # files without labels
-    assert "val, in memory; 16x24" in said and "val, read from files; 8x8" in flat
+    assert "val, in memory; 16x24" in said and " 1 val, read from files; 8x8" in flat
     assert 'next    python train.py --eval "runs/flat/last.pt"' in flat
     assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows
     for row in rows:
