@@ -561,6 +561,8 @@ def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
     from a plain folder of images. About 5% of these, chosen by a hash of the name, are held out."""
     if (root / "train").is_dir():
+        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add it, or pass "
+                                         f"--data {root / 'train'} for images without labels")
         train, val = (ImageFolder(root / part) for part in ("train", "val"))
         different = sorted({*train.classes} ^ {*val.classes})
         require(not different, f"--data {root}: only one of train/ and val/ has the class "
