@@ -52,7 +52,7 @@ train | --img_size 16 --patch_size 5 | img_size 16x16 is not ; patch_size 5x5 ; 
 train | --lr nan                               | --lr ; nan must be at least 0 and finite
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
-train | --data no_val                          | no_val has train/ but no val/: add it ; --data no_val/train
+train | --data no_val                          | no_val has train/ but no val/ ; --data no_val/train
 train | --data differ                          | only one of train/ and val/ has the class b
 train | --name mae --data shapes               | runs/mae already holds a run ; --resume ; --over
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
