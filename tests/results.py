@@ -6,7 +6,7 @@
 Each result is a line of tests/results.jsonl, from which tests/tables.py makes tables and verdicts.
 To repeat an encoder, delete its lines and its folders in runs/results/. A seed controls all
 randomness: pretraining, the teacher, the label subset and fine-tuning. Other learning rates are
-tried on the first seed only. No encoder is trained on --other. Flags that are not listed below go
+tried on seed 0 only. No encoder is trained on --other. Flags that are not listed below go
 to pretraining. Several commands can run at once, each with its own --seeds or --only, and --out.
 """
 
@@ -153,7 +153,7 @@ def run_all(args, table):
     for seed in args.seeds:
         runs = "/".join(["runs/results", re.sub(r"[^\w.]+", "-", table), str(seed)])
         for name in args.only:
-            if name in SWEEP and seed != args.seeds[0]:
+            if name in SWEEP and seed != 0:
                 continue
             asked = [*commands(args, name, seed)]
             missing = {(encoder, column, seed) for encoder, column, _ in asked} - done()

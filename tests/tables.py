@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -143,12 +144,13 @@ def decoder(name, size):
 
 
 def readout(name, size):
-    """Return which tokens of an encoder finetune.py reads."""
-    if "inr" not in name or name == "ginr_patches":
-        return "patch tokens joined" if name == "mae_joined" else "mean of patch tokens"
-    tokens = build("transinr" if "transinr" in name else "ginr", size).encoder.extra_tokens
-    joined = default_pool(*tokens.shape) == "joined" and not name.endswith("_mean")
-    return "weight tokens joined" if joined else "weight tokens, mean"
+    """Return which tokens of an encoder finetune.py reads, and how many features that makes."""
+    weights, dim = "inr" in name and name != "ginr_patches", SIZES[size]["dim"]
+    encoder = build("mae" if not weights else re.search("transinr|ginr", name)[0], size).encoder
+    n = len(encoder.extra_tokens) if weights else encoder.num_patches
+    by_default = weights and not name.endswith("_mean") and default_pool(n, dim) == "joined"
+    kind, joined = f"{'weight' if weights else 'patch'} tokens", by_default or "_joined" in name
+    return f"{kind} joined ({n * dim:,})" if joined else f"{kind}, mean ({dim})"
 
 
 EXTRA = {"Classification": ("readout", readout), "PSNR of masked pixels on own data": (
@@ -160,15 +162,15 @@ def tables(setup):
     text = f"## {setup.title}\n\nMade: {'; '.join(setup.made)}.\n"
     other = setup.labels.get("other ", "").removeprefix("PSNR on ")
     for title, columns in TABLES.items():
-        columns = [c for c in columns
-                   if c[:2] == "lr" or any(setup.numbers[name, c] for name in NAMES)]
+        columns = [c for c in columns if any(setup.numbers[name, c] for name in NAMES)]
         rows, more = [], [EXTRA[title]] if title in EXTRA else []
         for name in NAMES:
             row = setup.row(name, columns)
             if title == "Learning rates":
                 row = [part.replace(" (seed 0)", "") for part in row]
-                if len([*filter(None, row)]) > 1:
-                    row = [f"**{part}**" if part == max(row) else part for part in row]
+                tried = [*map(float, filter(None, row))]
+                row = [f"**{part}**" if part and float(part) == max(tried) else part
+                       for part in row if len(tried) > 1]
             if any(row):
                 rows.append([NAMES[name], *(detail(name, setup.size) for _, detail in more), *row])
         if rows:
@@ -201,9 +203,10 @@ def findings(setups):
         model, comparison, columns = found[1].split(" | ")
         judged = by_model[model].judge(comparison.replace("?", ">"), columns)
         texts = judged["supported"] + judged["contradicted"]
+        known = texts + judged["inconclusive"] if "?" in comparison else judged["supported"]
+        if len(known) <= columns.count(", "):              # not in every column
+            raise LookupError
         if "?" not in comparison:
-            if len(judged["supported"]) <= columns.count(", "):
-                raise LookupError
             texts = [text[1:].split(" (")[0] for text in texts]        # without sign and column
             if len(texts) > 3:
                 texts = sorted((text.split(" ")[0] for text in texts), key=float)
@@ -211,10 +214,8 @@ def findings(setups):
         return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]])) or "none"
 
     for sentence in re.search(r"<!-- sentences\n(.*?)-->", TEXT, re.DOTALL)[1].splitlines():
-        try:
+        with suppress(LookupError):
             sentences.append(re.sub(r"{(.*?)}", numbers, sentence))
-        except LookupError:
-            pass
     return sentences
 
 
@@ -238,9 +239,9 @@ def fill(path, **parts):
 
 
 def main(folder=Path("tests")):
-    """Write the parts of RESULTS.md and README.md."""
+    """Write the parts of RESULTS.md and README.md. They compare the first table of each model."""
     setups = read_setups(read_lines(folder / "results.jsonl"))
-    compared = [setup for setup in setups if "held_out" not in setup.data]
+    compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
     said = "".join(f"{i}. {text}\n" for i, text in enumerate(findings(compared), start=1))
     fill(folder / "RESULTS.md", findings=said, claims=claims(compared),
          tables="\n".join(map(tables, setups)))
