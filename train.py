@@ -379,7 +379,7 @@ def compare(args):
     """--eval: print PSNR rows of checkpoints, and each method's own measures and figures."""
     require(args.world == 1,
             f"--eval runs in one process, not in {args.world}: python train.py --eval")
-    rows, columns, notes, size = [], [], [], None
+    rows, columns, notes, size, first_sizes = [], [], [], None, None
     masks, given_data = args.masks or [args.mask], args.data
     paths = []
     for word in args.eval:                                 # Windows shells do not expand runs/*
@@ -395,10 +395,12 @@ def compare(args):
         if trained_on not in (None, args.data) and not given_data:
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
+        sizes = model.encoder.img_size, model.encoder.patch_size
+        first_sizes = first_sizes or sizes
+        if sizes != first_sizes:
+            print(f"note    {path} has another image or patch size than the first checkpoint: do "
+                  f"not compare their PSNR")
         if size != model.encoder.img_size:
-            if size:
-                print(f"note    {path} is evaluated on images of another size than the checkpoint "
-                      f"before it: do not compare their PSNR")
             train, val, size = open_data(args.data, model.encoder.img_size, args)
         for mask in masks:
             for ratio in args.mask_ratios:
@@ -747,7 +749,7 @@ def read(path, heads=None):
     except OSError:                                        # there is no such file, for example
         raise
     except Exception as error:                             # a broken file can raise anything
-        why = " ".join(str(error).split())[:150]
+        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's are long
         raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)

@@ -184,7 +184,7 @@ def main(argv=None):
     option("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     option("--columns", nargs="*", choices=columns, default=columns,
            help=", ".join(columns).replace("%", "%%"))
-    option("--out", type=Path, default=Path("tests/results.jsonl"))
+    option("--out", type=Path, default=Path("tests/results.jsonl"), help="(tests/results.jsonl)")
     args, args.pretraining = parser.parse_known_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()

@@ -870,7 +870,8 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         assert capsys.readouterr().out.count(note) == said
     both, alone = (train.main([*words[:2], "--data", str(folder), "--eval", *some])
                    for some in (files, files[1:]))         # of 16 and of 32 pixels
-    assert both[3:] == alone and "another size" in capsys.readouterr().out
+    assert both[3:] == alone and "drawn/last.pt has another image or patch" in (
+        capsys.readouterr().out)
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
