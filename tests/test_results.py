@@ -223,7 +223,9 @@ def test_what_is_made_of_the_lines():
     assert "| MINR, GINR | 15.00 (seed 0) |" in text.split("decoded image on shapes")[1]
     assert "| MINR, GINR | 0.500 (seed 0) |" in text.split("### Attention")[1]
     assert tables.summary([micro, tiny]).splitlines()[2:] == [
-        "| MINR, GINR |  |  |  | 16.00 (seed 0) |  |  |"]
+        "| MAE, joined |  |  |  |  | 5.0 (seed 0) |  |",
+        "| MINR, GINR |  |  |  | 16.00 (seed 0) |  |  |",
+        "| MINR, GINR, mean |  |  |  |  | 5.0 (seed 0) |  |"]
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.read_setups([*lines, line("mae", "1% (9 epochs)", 0, top1=40)])
 
