@@ -449,8 +449,8 @@ def handout(folder, names):
     patterns = ("*.py", "*.txt", "*.md", "LICENSE*", "tests/**/*", ".github/**/*")
     for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
         name = path.relative_to(ROOT).as_posix()
-        left_out = path.name == "test_exercise.py" or path.suffix == ".pyc"  # it has solutions
-        if path.is_file() and not left_out and (name in tracked or not tracked):
+        wanted = name in tracked or (not tracked and path.suffix != ".pyc")
+        if path.is_file() and wanted and path.name != "test_exercise.py":      # it has solutions
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, folder / name)
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "

@@ -149,7 +149,7 @@ def readout(name, size):
     encoder = build("mae" if not weights else re.search("transinr|ginr", name)[0], size).encoder
     n = len(encoder.extra_tokens) if weights else encoder.num_patches
     by_default = weights and not name.endswith("_mean") and default_pool(n, dim) == "joined"
-    kind, joined = f"{'weight' if weights else 'patch'} tokens", by_default or "_joined" in name
+    kind, joined = "weight tokens" if weights else "patch tokens", by_default or "_joined" in name
     return f"{kind} joined ({n * dim:,})" if joined else f"{kind}, mean ({dim})"
 
 
@@ -169,8 +169,10 @@ def tables(setup):
             if title == "Learning rates":
                 row = [part.replace(" (seed 0)", "") for part in row]
                 tried = [*map(float, filter(None, row))]
+                if len(tried) < 2:
+                    continue
                 row = [f"**{part}**" if part and float(part) == max(tried) else part
-                       for part in row if len(tried) > 1]
+                       for part in row]
             if any(row):
                 rows.append([NAMES[name], *(detail(name, setup.size) for _, detail in more), *row])
         if rows:

@@ -256,6 +256,19 @@ def values(model, encoder, column):
     return np.array([*found.values()])
 
 
+def test_what_is_said_without_numbers():
+    """In the sentences, and in RESULTS.md on learning rates."""
+    for column in ("1%", "10%", "100%"):
+        tiny, micro = (values(model, "scratch", column) for model in ("ViT-tiny", "ViT-micro"))
+        assert tiny.mean() < micro.mean()
+    micro = tables.read_setups(LINES)[0]
+    assert [*micro.judge("MAE: masked > MINR, GINR: masked", "random 0.9")] == ["inconclusive"]
+    psnr = {name: [micro.numbers[name, f"lr {rate}"][0] for rate in ("0.001", "0.002", "0.004")]
+            for name in ("crossmae", "mae", "hypermae")}
+    assert [max(range(3), key=row.__getitem__) for row in psnr.values()] == [2, 2, 1]
+    assert sorted(psnr, key=lambda name: -max(psnr[name])) == [*psnr]
+
+
 @pytest.mark.parametrize("template", re.findall(r"^.*{ViT.*$", tables.TEXT, re.M))
 def test_the_numbers_of_a_sentence(template):
     """They are computed once more. A sentence appears if and only if all of them are clear."""

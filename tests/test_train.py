@@ -870,8 +870,12 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         assert capsys.readouterr().out.count(note) == said
     both, alone = (train.main([*words[:2], "--data", str(folder), "--eval", *some])
                    for some in (files, files[1:]))         # of 16 and of 32 pixels
-    assert both[3:] == alone and "drawn/last.pt has another image or patch" in (
-        capsys.readouterr().out)
+    pretrain("--patch_size", "8", "--epochs", "0", name="coarse")
+    train.main([*words, files[0], files[0], "runs/coarse/last.pt"])
+    assert both[3:] == alone
+    said = capsys.readouterr().out
+    for name, count in (("drawn", 1), ("coarse", 1), ("mae", 0)):
+        assert said.count(f"{name}/last.pt has another image or patch size than the") == count
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
