@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from train import (LAYOUT, add_options, add_recipe, apply_recipe, autocast, crop_batch,
                    crop_transform, data_of, fit, initialize, mean_over_processes, name_run, number,
-                   open_data, read, run_cli, val_batches, vit_config)
+                   open_data, read, refuse_flags, run_cli, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
@@ -31,6 +31,8 @@ def finetune(args):
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     require(args.checkpoint or args.mode == "scratch",
             f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
+    if args.mode == "knn":
+        refuse_flags(args, "--mode knn", FINETUNE)
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint:
         source = read(args.checkpoint, args.heads)
@@ -299,6 +301,8 @@ def knn(model, train, args, img_size, temperature=0.07):
 def evaluate_checkpoint(args):
     """Run --mode eval: print top-1 and top-5 of a checkpoint with a head. Nothing is written."""
     require(args.checkpoint, "--mode eval needs --checkpoint FILE")
+    refuse_flags(args, "--mode eval", ["pool", "img_size", "patch_size", "size", "dim", "depth",
+                                       *FINETUNE])
     content = read(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released one
@@ -306,9 +310,6 @@ def evaluate_checkpoint(args):
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
     require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
                                  f"--mode finetune or linear")
-    for name in ("img_size", "patch_size", "size", "dim", "depth"):
-        require(getattr(args, name) in (None, config.get(name)),
-                f"--mode eval takes {name} from {args.checkpoint}: leave out --{name}")
     args.data = data_of(content, args.checkpoint, args)
     args.batch_size = args.batch_size or 250 * args.world
     _, val, img_size = open_data(args.data, config["img_size"], args)

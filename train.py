@@ -379,6 +379,9 @@ def compare(args):
     """--eval: print PSNR rows of checkpoints, and each method's own measures and figures."""
     require(args.world == 1,
             f"--eval runs in one process, not in {args.world}: python train.py --eval")
+    cls = METHODS[args.method]
+    refuse_flags(args, "--eval", ["init", "teacher", "same_class", "img_size", "patch_size", "size",
+                                  "dim", "depth", "heads", *cls.recipe, *method_arguments(cls)])
     rows, columns, notes, size, first_sizes = [], [], [], None, None
     masks, given_data = args.masks or [args.mask], args.data
     paths = []
@@ -1052,6 +1055,14 @@ def add_method_arguments(parser, cls):
             types = {int: number(int, 0), float: number(float), tuple: numbers(int)}
             kwargs = dict(type=types.get(kind, word_or_list), metavar="X")
         add(name, texts.get(name, ""), **kwargs)
+
+
+def refuse_flags(args, what, names):
+    """Raise InputError if a flag was given that `what` would ignore: one of `names` or of SHARED,
+    but not --batch_size. A flag that was not given is None."""
+    given = [f"--{name}" for name in {**SHARED, **dict.fromkeys(names)}
+             if name != "batch_size" and getattr(args, name, None) is not None]
+    require(not given, f"{what} does not use {', '.join(given)} (see --help)")
 
 
 ONLY = {  # flags that only one of the scripts has, apart from those of a method

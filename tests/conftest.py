@@ -84,7 +84,8 @@ def tune(folder, pretrain):
 
     def run(*words, name="tuned"):
         row = finetune.main(["--data", str(folder), "--name", name, "--checkpoint",
-                             "runs/mae/last.pt", *TINY[8:], *words])
+                             "runs/mae/last.pt", *(TINY[-2:] if "knn" in words else TINY[8:]),
+                             *words])
         path = Path("runs", name, "last.pt")
         return train.read(path) if path.exists() else None, row
     return run

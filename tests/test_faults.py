@@ -27,11 +27,12 @@ from vit import InputError
 
 # ---------------------------------------------------------------------------------- command lines
 
-MAINS = {"train": train.main, "eval": train.main, "tune": finetune.main}
+MAINS = {"train": train.main, "eval": train.main, "tune": finetune.main, "test": finetune.main}
 BASE = {"train": ["--data", "data", "--name", "new", *TINY],
         "eval": ["--eval", "runs/mae/last.pt", "--workers", "0"],
         "tune": ["--checkpoint", "runs/mae/last.pt", "--data", "data", "--name", "new",
-                 *TINY[8:], "--epochs", "1"]}
+                 *TINY[8:], "--epochs", "1"],
+        "test": ["--checkpoint", "runs/tuned/last.pt", "--mode", "eval", "--workers", "0"]}
 COMMANDS = """
 train | --epoch 5                              | unrecognized arguments: --epoch 5
 train | --prediction_ratio 0.5       | --prediction_ratio is a flag of train.py --method crossmae)
@@ -74,8 +75,13 @@ tune  | --checkpoint=                          | --mode finetune needs --checkpo
 tune  | --data flat                            | --data flat has no labels: put the images into
 tune  | --dim 32                  | runs/mae/last.pt does not fit: ; the file has (16,), the
 tune  | --labels 0                             | --labels: 0 must be at least 1e-06 and
-tune  | --mode eval                            | runs/mae/last.pt has no classification head
-tune  | --mode eval --checkpoint runs/tuned/last.pt --data other | trained on 2 classes ; c, d ...
+test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt has no classification head
+test  | --data other                           | trained on 2 classes ; c, d ...
+test  | --img_size 32                          | --mode eval does not use --img_size (see --help)
+test  | --dim 32 --lr 1 --pool mean            | --mode eval does not use --lr, --pool, --dim (
+test  | --mode knn --epochs 5 --drop_path 0.1  | --mode knn does not use --epochs, --drop_path (
+eval  | --mask_ratio 0.6                       | --eval does not use --mask_ratio (see --help)
+eval  | --min_lr 0 --img_size 32 --no-flip     | --eval does not use --min_lr, --img_size, --flip (
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
 
