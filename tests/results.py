@@ -36,6 +36,7 @@ SWEEP = {  # name: for one seed, pretraining only
     for name in ("mae", "crossmae", "hypermae", "ginr", "transinr", "imae") for rate in RATES}
 SWEEP |= {f"{name}_clip": f"{SWEEP[name]} --clip_grad 1" for name in SWEEP if "inr_" in name}
 SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of that name
+    "untrained_joined": "--checkpoint {runs}/untrained/last.pt --pool joined",
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
     "untrained_ginr_mean": "--checkpoint {runs}/untrained_ginr/last.pt --pool extra",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
