@@ -24,8 +24,8 @@ from vit import SIZES
 TEXT = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
 NAMES = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", TEXT, re.M))      # "ginr": "MINR, GINR"
 CODES = {name: code for code, name in NAMES.items()}
-IN_README = ("untrained", "mae", "mae_joined", "crossmae", "crossmae_25", "hypermae", "ginr",
-             "ginr_mean", "transinr", "imae", "scratch")
+IN_README = ("untrained", "mae", "mae_4", "mae_joined", "crossmae", "crossmae_25", "hypermae",
+             "ginr", "ginr_mean", "transinr", "imae", "scratch")
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
 TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES]}
 for data, where in ("", "own data"), ("other ", "other data"):
