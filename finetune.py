@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (LAYOUT, add_options, add_recipe, apply_recipe, autocast, crop_batch,
+from train import (LAYOUT, SHARED, add_options, add_recipe, apply_recipe, autocast, crop_batch,
                    crop_transform, data_of, fit, initialize, mean_over_processes, name_run, number,
                    open_data, read, refuse_flags, run_cli, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
@@ -32,7 +32,7 @@ def finetune(args):
     require(args.checkpoint or args.mode == "scratch",
             f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
     if args.mode == "knn":
-        refuse_flags(args, "--mode knn", FINETUNE)
+        refuse_flags(args, "--mode knn", [*TRAINING, "name", "eval_every"])
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint:
         source = read(args.checkpoint, args.heads)
@@ -253,6 +253,8 @@ RECIPES = {  # mode: recipe and small
     "finetune": (FINETUNE, dict(SMALL, lr=2e-3)), "linear": (LINEAR, SMALL),
     "knn": (FINETUNE, SMALL), "eval": (FINETUNE, SMALL),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
+# the flags of training, which the modes knn and eval do not use
+TRAINING = [name for name in {**SHARED, **FINETUNE} if name != "batch_size"]
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -301,8 +303,8 @@ def knn(model, train, args, img_size, temperature=0.07):
 def evaluate_checkpoint(args):
     """Run --mode eval: print top-1 and top-5 of a checkpoint with a head. Nothing is written."""
     require(args.checkpoint, "--mode eval needs --checkpoint FILE")
-    refuse_flags(args, "--mode eval", ["pool", "img_size", "patch_size", "size", "dim", "depth",
-                                       *FINETUNE])
+    refuse_flags(args, "--mode eval", [*TRAINING, "name", "eval_every", "train_images", "pool",
+                                       "img_size", "patch_size", "size", "dim", "depth"])
     content = read(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released one

@@ -54,6 +54,7 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of its log. `args` holds the
     flags and, from start_processes, rank, world, local_rank, device and dtype."""
+    refuse_flags(args, "pretraining", ["mask_ratios", "masks"])        # --mask_ratio was meant
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     train, val, img_size = open_data(args.data, args.img_size, args)
@@ -380,8 +381,10 @@ def compare(args):
     require(args.world == 1,
             f"--eval runs in one process, not in {args.world}: python train.py --eval")
     cls = METHODS[args.method]
-    refuse_flags(args, "--eval", ["init", "teacher", "same_class", "img_size", "patch_size", "size",
-                                  "dim", "depth", "heads", *cls.recipe, *method_arguments(cls)])
+    training = [name for name in {**SHARED, **cls.recipe, **method_arguments(cls)}
+                if name != "batch_size"]
+    refuse_flags(args, "--eval", [*training, "init", "teacher", "same_class", "name", "img_size",
+                                  "patch_size", "size", "dim", "depth", "heads"])
     rows, columns, notes, size, first_sizes = [], [], [], None, None
     masks, given_data = args.masks or [args.mask], args.data
     paths = []
@@ -406,7 +409,7 @@ def compare(args):
         if size != model.encoder.img_size:
             train, val, size = open_data(args.data, model.encoder.img_size, args)
         for mask in masks:
-            for ratio in args.mask_ratios:
+            for ratio in args.mask_ratios or (0.5, 0.75, 0.9):
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
         original, grey, _, copied = evaluate_psnr(model, val, args, masks[0])[1]
@@ -1058,11 +1061,11 @@ def add_method_arguments(parser, cls):
 
 
 def refuse_flags(args, what, names):
-    """Raise InputError if a flag was given that `what` would ignore: one of `names` or of SHARED,
-    but not --batch_size. A flag that was not given is None."""
-    given = [f"--{name}" for name in {**SHARED, **dict.fromkeys(names)}
-             if name != "batch_size" and getattr(args, name, None) is not None]
-    require(not given, f"{what} does not use {', '.join(given)} (see --help)")
+    """Raise InputError if one of the flags `names` was given, because `what` would ignore it. A
+    flag that was not given is None."""
+    given = [f"--{'no-' if getattr(args, name) is False else ''}{name}" for name in names
+             if getattr(args, name, None) is not None]
+    require(not given, f"{what} does not use {', '.join(given)}: leave it out, or see --help")
 
 
 ONLY = {  # flags that only one of the scripts has, apart from those of a method
@@ -1124,7 +1127,7 @@ def main(argv=None):
     option = parser.add_argument_group("evaluation").add_argument
     option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
     option("--mask_ratios", nargs="+", type=number(float, 0, 1), metavar="X",
-           default=[0.5, 0.75, 0.9], help="mask ratios that --eval measures (0.5 0.75 0.9)")
+           help="mask ratios that --eval measures (0.5 0.75 0.9)")
     option("--masks", nargs="+", choices=masks, help="mask patterns that --eval measures (--mask)")
     option("--leak_free", action="store_true", help="with norm_pix_loss: reconstruct without the "
            "true mean and variance of masked patches")

@@ -83,9 +83,9 @@ def tune(folder, pretrain):
     pretrain()
 
     def run(*words, name="tuned"):
-        row = finetune.main(["--data", str(folder), "--name", name, "--checkpoint",
-                             "runs/mae/last.pt", *(TINY[-2:] if "knn" in words else TINY[8:]),
-                             *words])
+        training = [] if "knn" in words else [*TINY[8:], "--name", name]
+        row = finetune.main(["--data", str(folder), "--checkpoint", "runs/mae/last.pt", "--workers",
+                             "0", *training, *words])
         path = Path("runs", name, "last.pt")
         return train.read(path) if path.exists() else None, row
     return run
