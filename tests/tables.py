@@ -221,6 +221,10 @@ def findings(setups):
     return sentences
 
 
+def numbered(texts):
+    return "".join(f"{i}. {text}\n" for i, text in enumerate(texts, start=1))
+
+
 def summary(setups):
     """Return the README's table of results: three columns for each setup."""
     columns, heads = ("random 0.75 masked", "20-NN", "100%"), [""]
@@ -241,13 +245,15 @@ def fill(path, **parts):
 
 
 def main(folder=Path("tests")):
-    """Write the parts of RESULTS.md and README.md. They compare the first table of each model."""
+    """Write the parts of RESULTS.md and README.md, which has the first sentence of each finding.
+    They compare the first table of each model."""
     setups = read_setups(read_lines(folder / "results.jsonl"))
     compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
-    said = "".join(f"{i}. {text}\n" for i, text in enumerate(findings(compared), start=1))
-    fill(folder / "RESULTS.md", findings=said, claims=claims(compared),
+    said = findings(compared)
+    first = [re.sub(r"(?<=[\w)])\. [A-Z].*", ".", text) for text in said]    # sentences
+    fill(folder / "RESULTS.md", findings=numbered(said), claims=claims(compared),
          tables="\n".join(map(tables, setups)))
-    fill(folder.parent / "README.md", results=summary(compared), findings=said)
+    fill(folder.parent / "README.md", results=summary(compared), findings=numbered(first))
 
 
 if __name__ == "__main__":
