@@ -350,7 +350,8 @@ def main(argv=None):
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]
-    add = add_recipe(parser, f"recipe of --mode {mode}", recipe, small)
+    note = ", which uses only --batch_size" if mode in ("knn", "eval") else ""
+    add = add_recipe(parser, f"recipe of --mode {mode}{note}", recipe, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
         metavar="N")

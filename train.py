@@ -54,7 +54,6 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of its log. `args` holds the
     flags and, from start_processes, rank, world, local_rank, device and dtype."""
-    refuse_flags(args, "pretraining", ["mask_ratios", "masks"])        # --mask_ratio was meant
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     train, val, img_size = open_data(args.data, args.img_size, args)
@@ -279,6 +278,7 @@ def describe(args, model, train, val):
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, train, img_size):
     """Return the model of --method as it is before training, and its constructor's arguments."""
+    refuse_flags(args, "pretraining", ["mask_ratios", "masks"])        # --mask_ratio was meant
     cls, lr_given = METHODS[args.method], args.lr is not None
     init = read(args.init, args.heads) if args.init else None
     config = vit_config(args, img_size, init["config"] if init else {})
