@@ -68,7 +68,9 @@ def finetune(args):
     if args.mode == "knn":
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
-        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, largest class {largest:.2f} %")
+        n, k = len(val.labels[:args.eval_images]), min(args.k, len(train.labels))
+        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}, by "
+              f"{k} of {len(train.labels)} neighbours; largest class {largest:.2f} %")
         return row
     make_inputs = augmentation(train, model, img_size, args)
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)

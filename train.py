@@ -278,7 +278,7 @@ def describe(args, model, train, val):
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, train, img_size):
     """Return the model of --method as it is before training, and its constructor's arguments."""
-    refuse_flags(args, "pretraining", ["mask_ratios", "masks"])        # --mask_ratio was meant
+    refuse_flags(args, "pretraining, which has --mask_ratio and --mask,", ["mask_ratios", "masks"])
     cls, lr_given = METHODS[args.method], args.lr is not None
     init = read(args.init, args.heads) if args.init else None
     config = vit_config(args, img_size, init["config"] if init else {})
@@ -383,8 +383,9 @@ def compare(args):
     cls = METHODS[args.method]
     training = [name for name in {**SHARED, **cls.recipe, **method_arguments(cls)}
                 if name != "batch_size"]
-    refuse_flags(args, "--eval", [*training, "init", "teacher", "same_class", "name", "img_size",
-                                  "patch_size", "size", "dim", "depth", "heads"])
+    refuse_flags(args, "--eval, which has --mask_ratios and --masks,", [
+        *training, "init", "teacher", "same_class", "name", "img_size", "patch_size", "size", "dim",
+        "depth", "heads"])
     rows, columns, notes, size, first_sizes = [], [], [], None, None
     masks, given_data = args.masks or [args.mask], args.data
     paths = []
@@ -1065,7 +1066,7 @@ def refuse_flags(args, what, names):
     flag that was not given is None."""
     given = [f"--{'no-' if getattr(args, name) is False else ''}{name}" for name in names
              if getattr(args, name, None) is not None]
-    require(not given, f"{what} does not use {', '.join(given)}: leave it out, or see --help")
+    require(not given, f"{what} does not use {', '.join(given)}: leave it out")
 
 
 ONLY = {  # flags that only one of the scripts has, apart from those of a method

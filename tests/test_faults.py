@@ -77,12 +77,12 @@ tune  | --dim 32                  | runs/mae/last.pt does not fit: ; the file ha
 tune  | --labels 0                             | --labels: 0 must be at least 1e-06 and
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt has no classification head
 test  | --data other                           | trained on 2 classes ; c, d ...
-test  | --img_size 32            | --mode eval does not use --img_size: leave it out, or see --help
+test  | --img_size 32            | --mode eval does not use --img_size: leave it out
 test  | --dim 32 --lr 1 --pool mean            | --mode eval does not use --lr, --pool, --dim:
 test  | --mode knn --epochs 5 --drop_path 0.1  | --mode knn does not use --epochs, --drop_path:
-eval  | --mask_ratio 0.6         | --eval does not use --mask_ratio: leave it out, or see --help
-eval  | --min_lr 0 --img_size 32 --no-flip     | --eval does not use --min_lr, --no-flip, --img_size:
-train | --mask_ratios 0.6 --masks grid         | pretraining does not use --mask_ratios, --masks:
+eval  | --mask_ratio 0.6         | --masks, does not use --mask_ratio: leave it out
+eval  | --min_lr 0 --img_size 32 --no-flip     | does not use --min_lr, --no-flip, --img_size: leave
+train | --mask_ratios 0.6 --masks grid         | --mask, does not use --mask_ratios, --masks: leave it out
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
 
