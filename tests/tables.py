@@ -169,9 +169,9 @@ def tables(setup):
             if title == "Learning rates":
                 row = [part.replace(" (seed 0)", "") for part in row]
                 tried = [*map(float, filter(None, row))]
-                if len(tried) < 2:
+                if len(tried) < 2 and not name.endswith("_clip"):
                     continue
-                row = [f"**{part}**" if part and float(part) == max(tried) else part
+                row = [f"**{part}**" if part and float(part) == max(tried) > min(tried) else part
                        for part in row]
             if any(row):
                 rows.append([NAMES[name], *(detail(name, setup.size) for _, detail in more), *row])

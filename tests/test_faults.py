@@ -81,8 +81,8 @@ test  | --img_size 32            | --mode eval does not use --img_size: leave it
 test  | --dim 32 --lr 1 --pool mean            | --mode eval does not use --lr, --pool, --dim:
 test  | --mode knn --epochs 5 --drop_path 0.1  | --mode knn does not use --epochs, --drop_path:
 eval  | --mask_ratio 0.6         | --masks, does not use --mask_ratio: leave it out
-eval  | --min_lr 0 --img_size 32 --no-flip     | does not use --min_lr, --no-flip, --img_size: leave
-train | --mask_ratios 0.6 --masks grid         | --mask, does not use --mask_ratios, --masks: leave it out
+eval  | --min_lr 0 --img_size 32 --no-flip | does not use --min_lr, --no-flip, --img_size: leave
+train | --mask_ratios 0.6 --masks grid | --mask, does not use --mask_ratios, --masks: leave it out
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
 
