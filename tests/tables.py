@@ -250,10 +250,10 @@ def main(folder=Path("tests")):
     setups = read_setups(read_lines(folder / "results.jsonl"))
     compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
     said = findings(compared)
-    first = [re.sub(r"(?<=[\w)])\. [A-Z].*", ".", text) for text in said]    # sentences
+    first_sentences = [re.sub(r"(?<=[\w)])\. [A-Z].*", ".", text) for text in said]
     fill(folder / "RESULTS.md", findings=numbered(said), claims=claims(compared),
          tables="\n".join(map(tables, setups)))
-    fill(folder.parent / "README.md", results=summary(compared), findings=numbered(first))
+    fill(folder.parent / "README.md", results=summary(compared), findings=numbered(first_sentences))
 
 
 if __name__ == "__main__":
