@@ -77,8 +77,8 @@ class CrossMAE(nn.Module):
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
-        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6); a
-            learning rate that is not set is multiplied by prediction_ratio / mask_ratio (A.6)
+        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6). The
+            learning rate is multiplied by prediction_ratio / mask_ratio unless --lr is set (A.6)
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder (A.6: MAE's, 512; item 9)
         decoder_depth: number of decoder blocks (Table 3e)

@@ -278,7 +278,6 @@ def describe(args, model, train, val):
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, train, img_size):
     """Return the model of --method as it is before training, and its constructor's arguments."""
-    refuse_flags(args, "pretraining, which has --mask_ratio and --mask,", ["mask_ratios", "masks"])
     cls, lr_given = METHODS[args.method], args.lr is not None
     init = read(args.init, args.heads) if args.init else None
     config = vit_config(args, img_size, init["config"] if init else {})
@@ -1132,7 +1131,14 @@ def main(argv=None):
     option("--masks", nargs="+", choices=masks, help="mask patterns that --eval measures (--mask)")
     option("--leak_free", action="store_true", help="with norm_pix_loss: reconstruct without the "
            "true mean and variance of masked patches")
-    return run_cli(parser, lambda args: compare(args) if args.eval else pretrain(args), argv)
+
+    def work(args):
+        if args.eval:
+            return compare(args)
+        refuse_flags(args, "pretraining, which has --mask_ratio and --mask,",
+                     ["mask_ratios", "masks"])
+        return pretrain(args)
+    return run_cli(parser, work, argv)
 
 
 if __name__ == "__main__":
