@@ -34,7 +34,7 @@ RATES = ("5e-4", "1e-3", "2e-3", "4e-3")
 SWEEP = {  # name: for one seed, pretraining only
     f"{name}_{rate}": f"{PRETRAINED[name]} --lr {rate}"
     for name in ("mae", "crossmae", "hypermae", "ginr", "transinr", "imae") for rate in RATES}
-SWEEP |= {f"{name}_clip": f"{SWEEP[name]} --clip_grad 1" for name in SWEEP if "inr_" in name}
+SWEEP |= {f"{name}_clip": f"{SWEEP[name]} --clip_grad 1" for name in SWEEP if "ginr_" in name}
 SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of that name
     "untrained_joined": "--checkpoint {runs}/untrained/last.pt --pool joined",
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
@@ -43,8 +43,7 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "ginr_patches": "--checkpoint {runs}/ginr/last.pt --pool mean",
     "transinr_mean": "--checkpoint {runs}/transinr/last.pt --pool extra",
     "scratch": "--mode scratch --size {size}",
-    "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt",
-    "scratch_ginr_mean": "--mode scratch --checkpoint {runs}/ginr/last.pt --pool extra"}
+    "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
     "linear": ("--mode linear", 2), "1%": ("--labels 0.01 --batch_size 24", 6),
     "10%": ("--labels 0.1", 4), "100%": ("--mode finetune", 1)}
