@@ -269,8 +269,9 @@ def test_what_is_said_without_numbers():
         "MINR, GINR, visible patches only > MINR, GINR": "random 0.9 masked"}
     for comparison, columns in inconclusive.items():
         assert [*micro.judge(comparison, columns)] == ["inconclusive"]
-    best = {"crossmae": 4e-3, "mae": 4e-3, "imae": 2e-3, "ginr": 4e-3, "hypermae": 2e-3}
-    default = dict.fromkeys(best, 2e-3) | {"ginr": 4e-3}
+    best = {"crossmae": 4e-3, "mae": 4e-3, "imae": 2e-3, "transinr": 4e-3, "ginr": 4e-3,
+            "hypermae": 2e-3}
+    default = dict.fromkeys(best, 2e-3) | {"ginr": 4e-3, "transinr": 4e-3}
 
     def psnr(name, rate):
         return micro.numbers[name, f"lr {rate}"].get(0, 0)
