@@ -27,6 +27,7 @@ PRETRAINED = {  # name: --method and its flags; untrained ones get no epochs
     "crossmae_25_rate": "crossmae --prediction_ratio 0.25 --lr 2e-3",
     "crossmae_last": "crossmae --feature_maps last", "hypermae": "hypermae",
     "untrained_ginr": "minr", "ginr": "minr", "ginr_visible": "minr --encode_visible_only",
+    "untrained_transinr": "minr --hypernetwork transinr",
     "transinr": "minr --hypernetwork transinr",
     "imae": "imae --teacher {runs}/mae/last.pt",
     "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
