@@ -235,7 +235,7 @@ MOST_FEATURES = 5000
 
 def default_pool(extra_tokens, dim):
     """Return the default --pool for an encoder of width dim. For MINR it selects the weight tokens,
-    which its loss trains."""
+    because its loss trains their outputs, but not those of the patch tokens (item 5)."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
@@ -348,7 +348,7 @@ def main(argv=None):
     option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
            "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
            f"tokens joined, or all patch tokens if there are none. MINR's default is joined or, if "
-           f"that makes more than {MOST_FEATURES} numbers, extra (mean)")
+           f"that makes more than {MOST_FEATURES} numbers, extra (other methods: mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]
@@ -383,7 +383,7 @@ def main(argv=None):
 #   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
 #   5. Probe and nearest neighbours use mean pooling too, so that all methods are comparable; the
 #      released probe uses the class token (--pool token). For MINR, weight tokens are read, not
-#      patch tokens, because its loss trains only the weight tokens.
+#      patch tokens: in the last block, its loss trains the outputs of the weight tokens only.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none); MAE's released
 #      command for ViT-B has 0.65.
 #   7. 100 epochs are for ViT-B (MAE, CrossMAE); both have 50 for ViT-L, and HyperMAE has 50.

@@ -135,8 +135,8 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Encode masked images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block: the encoder's
-        extra tokens. finetune.py classifies these too, because patch tokens get no gradient from
-        the loss after the last block."""
+        extra tokens. finetune.py classifies the same tokens, because no gradient of the loss
+        reaches the patch tokens that the last block returns."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:

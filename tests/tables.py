@@ -226,13 +226,15 @@ def numbered(texts):
 
 
 def summary(setups):
-    """Return the README's table of results: three columns for each setup."""
-    columns, heads = ("random 0.75 masked", "20-NN", "100%"), [""]
+    """Return the README's table of results: what is read, and three columns for each setup."""
+    columns = ("random 0.75 masked", "20-NN", "100%")
+    heads = ["", f"features ({setups[0].model})"]
     for setup in setups:
         heads += [f"{setup.budget}: PSNR", *columns[1:]]
-    rows = [[NAMES[name], *(part for setup in setups for part in setup.row(name, columns))]
+    rows = [[NAMES[name], readout(name, setups[0].size),
+             *(part for setup in setups for part in setup.row(name, columns))]
             for name in IN_README]
-    return markdown(heads, [row for row in rows if any(row[1:])])
+    return markdown(heads, [row for row in rows if any(row[2:])])
 
 
 def fill(path, **parts):

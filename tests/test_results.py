@@ -223,9 +223,9 @@ def test_what_is_made_of_the_lines():
     assert "| MINR, GINR | 15.00 (seed 0) |" in text.split("decoded image on shapes")[1]
     assert "| MINR, GINR | 0.500 (seed 0) |" in text.split("### Attention")[1]
     assert tables.summary([micro, tiny]).splitlines()[2:] == [
-        "| MAE, joined |  |  |  |  | 5.0 (seed 0) |  |",
-        "| MINR, GINR |  |  |  | 16.00 (seed 0) |  |  |",
-        "| MINR, GINR, mean |  |  |  |  | 5.0 (seed 0) |  |"]
+        "| MAE, joined | patch tokens joined (4,096) |  |  |  |  | 5.0 (seed 0) |  |",
+        "| MINR, GINR | weight tokens joined (1,024) |  |  |  | 16.00 (seed 0) |  |  |",
+        "| MINR, GINR, mean | weight tokens, mean (64) |  |  |  |  | 5.0 (seed 0) |  |"]
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.read_setups([*lines, line("mae", "1% (9 epochs)", 0, top1=40)])
 
@@ -250,15 +250,20 @@ def values(model, encoder, column):
         if line["table"].startswith(f"data/cifar10, {model}") and line["encoder"] == encoder:
             if line["column"].split(" (")[0] == column:
                 found[line["seed"]] = line["numbers"]["top1"]
-            elif line["column"] == "PSNR on data/cifar10":
+            elif line["column"].startswith("PSNR on "):
+                other = "" if line["column"] == "PSNR on data/cifar10" else "other "
                 for name, row in line["numbers"].items():
-                    found |= {line["seed"]: row[p] for p in row if f"{name} {p}" == column}
+                    found |= {line["seed"]: row[p] for p in row if f"{other}{name} {p}" == column}
     return np.array([*found.values()])
 
 
 def test_what_is_said_without_numbers():
-    """In the sentences, and in RESULTS.md on learning rates and on claims that have no row."""
-    micro = tables.read_setups(LINES)[0]
+    """In the sentences, and in RESULTS.md on readouts, learning rates and claims without a row."""
+    micro, *_, held_out = tables.read_setups(LINES)
+    assert held_out.data == "data/held_out"
+    patches = "MINR, GINR, patches"
+    assert [*held_out.judge(f"MINR, GINR > {patches}", "20-NN")] == ["supported"]
+    assert [*held_out.judge(f"MINR, GINR, mean > {patches}", "20-NN")] == ["inconclusive"]
     accuracy = ", ".join(tables.TOP1)
     inconclusive = {
         "MAE: masked > MINR, GINR: masked": "random 0.9",
