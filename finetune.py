@@ -62,6 +62,12 @@ def finetune(args):
                   norm="encoder.norm.weight" in source["model"],
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
+    if args.mode == "knn":
+        model.head = None                                  # nothing but the encoder is used
+    kind = "extra" if extra_tokens else "patch"
+    pooled = {"mean": "mean of the patch tokens", "token": "class token",
+              "extra": "mean of the extra tokens", "joined": f"all {kind} tokens joined"}
+    print(f"features: {pooled[args.pool]}, {model.width} numbers (--pool {args.pool})")
     if args.mode != "scratch":
         initialize(model, source, args.checkpoint)
     del source                                             # its weights are in the model now
@@ -191,6 +197,7 @@ class Classifier(nn.Module):
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
                 f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")
+        self.width = width                                 # number of features
         linear = nn.Linear(width, classes)
         nn.init.trunc_normal_(linear.weight, std=0.01 if probe else 2e-5)  # as in the release
         nn.init.zeros_(linear.bias)
@@ -284,8 +291,7 @@ def knn(model, train, args, img_size, temperature=0.07):
             features = model.features(normalize(images, model))
         return F.normalize(features.float(), dim=1)                    # (b, width)
 
-    width = model.head[0].num_features                     # of the features, as the probe's norm
-    bank = torch.zeros(len(train.labels), width, device=args.device)   # (N, width)
+    bank = torch.zeros(len(train.labels), model.width, device=args.device)         # (N, width)
     bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)  # (N,)
     for ids, images, labels in val_batches(train, args, img_size):
         bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(images), labels
@@ -347,8 +353,8 @@ def main(argv=None):
            help="fraction of each class's labels to train on, at least one label (1)")
     option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
            "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
-           f"tokens joined, or all patch tokens if there are none. MINR's default is joined or, if "
-           f"that makes more than {MOST_FEATURES} numbers, extra (other methods: mean)")
+           f"tokens joined, or all patch tokens if there are none. Default for MINR: joined or, if "
+           f"that makes more than {MOST_FEATURES} numbers, extra; for other methods (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
     add_options(parser)
     recipe, small = RECIPES[mode]

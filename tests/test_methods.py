@@ -404,7 +404,11 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     nearest = (features[1] @ features[0].T).argmax(1)
     right = splits[0].labels[nearest] == splits[1].labels
     assert row["top1"] == pytest.approx(100 * right.float().mean().item())
-    assert "newly initialised: head\n" in capsys.readouterr().out      # no norm that it lacks
+    said = capsys.readouterr().out
+    assert "newly initialised" not in said                 # no norm that it lacks
+    pooled, flag = (("all extra tokens joined", "joined") if name == "minr"
+                    else ("mean of the patch tokens", "mean"))
+    assert f"features: {pooled}, {read.shape[1]} numbers (--pool {flag})\n" in said
 
     finetune.main([*words, "--epochs", "0", "--name", "x", "--batch_size", "8"])
     said, tuned = capsys.readouterr().out.splitlines(), train.read("runs/x/last.pt")
