@@ -66,7 +66,8 @@ class MINR(nn.Module):
             ginr, 1024 for transinr (release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate within its pixel (release: not on CelebA)
+        coord_jitter: in training, move each coordinate within its pixel, so that larger renderings
+            show no grid (release: not on CelebA)
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
@@ -235,8 +236,9 @@ class MINR(nn.Module):
         native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
         large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")  # (rows, C, 4H, 4W)
-        return {"rendered": ("rendered at 4x the size, and rendered at the model's size and "
-                             "upscaled bicubically", torch.stack([large, upscaled], dim=1))}
+        return {"rendered": ("rendered at 4x the size (training with --coord_jitter avoids a grid), "
+                             "and rendered at the model's size and upscaled bicubically",
+                             torch.stack([large, upscaled], dim=1))}
 
 
 # Paper and release: where they differ or are silent, and what we do
