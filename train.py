@@ -801,9 +801,10 @@ def load(path, methods=METHODS):
     """Return the model in a checkpoint, in eval mode. Its class_names are those of its data. Raises
     InputError if the checkpoint's method is not in `methods`, {method: class}."""
     content = read(path)
-    require(content["method"] in methods, f"{path} has method {content['method']}, which is none "
-                                          f"of {', '.join(methods)}")
-    model = methods[content["method"]](**content["config"])
+    method = content["method"]
+    require(method in methods, f"{path} has method {method}, which is none of {', '.join(methods)}: "
+                               f'give load its class, {{"{method}": CLASS}}, or add it to METHODS')
+    model = methods[method](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
     return model.eval()
