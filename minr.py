@@ -236,7 +236,7 @@ class MINR(nn.Module):
         native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
         large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")  # (rows, C, 4H, 4W)
-        return {"rendered": ("rendered at 4x the size (training with --coord_jitter avoids a grid), "
+        return {"rendered": ("rendered at 4x the size (--coord_jitter in training avoids a grid), "
                              "and rendered at the model's size and upscaled bicubically",
                              torch.stack([large, upscaled], dim=1))}
 

@@ -802,8 +802,9 @@ def load(path, methods=METHODS):
     InputError if the checkpoint's method is not in `methods`, {method: class}."""
     content = read(path)
     method = content["method"]
-    require(method in methods, f"{path} has method {method}, which is none of {', '.join(methods)}: "
-                               f'give load its class, {{"{method}": CLASS}}, or add it to METHODS')
+    require(method in methods,
+            f"{path} has method {method}, which is none of {', '.join(methods)}: give load its "
+            f'class, {{"{method}": CLASS}}, or add it to METHODS')
     model = methods[method](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])

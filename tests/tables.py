@@ -204,7 +204,8 @@ def findings(setups):
     def numbers(found):
         model, comparison, columns = found[1].split(" | ")
         judged = by_model[model].judge(comparison.replace("?", ">"), columns)
-        texts = judged["supported"] + judged["contradicted"]
+        texts = [text.replace("(other ", "(")              # the sentence says that it is other data
+                 for text in judged["supported"] + judged["contradicted"]]
         known = texts + judged["inconclusive"] if "?" in comparison else judged["supported"]
         if len(known) <= columns.count(", "):              # not in every column
             raise LookupError
