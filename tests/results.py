@@ -43,6 +43,7 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
     "ginr_patches": "--checkpoint {runs}/ginr/last.pt --pool mean",
     "transinr_mean": "--checkpoint {runs}/transinr/last.pt --pool extra",
+    "transinr_patches": "--checkpoint {runs}/transinr/last.pt --pool mean",
     "scratch": "--mode scratch --size {size}",
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs

@@ -145,7 +145,7 @@ def decoder(name, size):
 
 def readout(name, size):
     """Return which tokens of an encoder finetune.py reads, and how many features that makes."""
-    weights, dim = "inr" in name and name != "ginr_patches", SIZES[size]["dim"]
+    weights, dim = "inr" in name and "patches" not in name, SIZES[size]["dim"]
     encoder = build("mae" if not weights else re.search("transinr|ginr", name)[0], size).encoder
     n = len(encoder.extra_tokens) if weights else encoder.num_patches
     by_default = weights and not name.endswith("_mean") and default_pool(n, dim) == "joined"
