@@ -261,9 +261,9 @@ def test_what_is_said_without_numbers():
     """In the sentences, and in RESULTS.md on readouts, learning rates and claims without a row."""
     micro, *_, held_out = tables.read_setups(LINES)
     assert held_out.data == "data/held_out"
-    patches = "MINR, GINR, patches"
-    assert [*held_out.judge(f"MINR, GINR > {patches}", "20-NN")] == ["supported"]
-    assert [*held_out.judge(f"MINR, GINR, mean > {patches}", "20-NN")] == ["inconclusive"]
+    for name in ("MINR, GINR", "MINR, TransINR"):
+        assert [*held_out.judge(f"{name} > {name}, patches", "20-NN")] == ["supported"]
+        assert [*held_out.judge(f"{name}, mean > {name}, patches", "20-NN")] == ["inconclusive"]
     accuracy = ", ".join(tables.TOP1)
     inconclusive = {
         "MAE: masked > MINR, GINR: masked": "random 0.9",
