@@ -55,11 +55,12 @@ def finetune(args):
 
     torch.manual_seed(args.seed)
     extra_tokens = count_extra_tokens(source["model"])
+    has_norm = "encoder.norm.weight" in source["model"]
     args.pool = args.pool or default_pool(extra_tokens, config["dim"])
     config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
                   smoothing=args.smoothing, drop_path=args.drop_path,
                   probe=args.mode in ("linear", "knn"),
-                  norm="encoder.norm.weight" in source["model"],
+                  norm=has_norm if getattr(args, "norm", None) is None else args.norm,
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
     if args.mode == "knn":
@@ -177,8 +178,8 @@ class Classifier(nn.Module):
             mean of the extra tokens. "joined": all extra tokens as one vector, or all patch tokens
             if there are none
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
-        norm: whether the encoder of a probe has a final norm; in fine-tuning on pooled tokens,
-            fc_norm takes its place (CrossMAE A.6)
+        norm: whether the encoder of a probe has a final norm (--norm); in fine-tuning on pooled
+            tokens, fc_norm takes its place (CrossMAE A.6)
         drop_path, smoothing: stochastic depth of the last block, label smoothing
         mean, std: how its input is normalised
     """
@@ -356,6 +357,9 @@ def main(argv=None):
            f"tokens joined, or all patch tokens if there are none. Default for MINR: joined or, if "
            f"that makes more than {MOST_FEATURES} numbers, extra; for other methods (mean)")
     option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
+    if mode in ("linear", "knn"):
+        option("--norm", action=argparse.BooleanOptionalAction,
+               help="end the frozen encoder with a LayerNorm, or without (as in the checkpoint)")
     add_options(parser)
     recipe, small = RECIPES[mode]
     note = ", which uses only --batch_size" if mode in ("knn", "eval") else ""

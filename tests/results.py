@@ -24,6 +24,7 @@ PRETRAINED = {  # name: --method and its flags; untrained ones get no epochs
     "untrained": "mae", "mae": "mae", "mae_4": "mae --decoder_depth 4",
     "crossmae": "crossmae", "crossmae_2": "crossmae --decoder_depth 2",
     "crossmae_25": "crossmae --prediction_ratio 0.25",
+    "crossmae_25_long": "crossmae --prediction_ratio 0.25",
     "crossmae_25_rate": "crossmae --prediction_ratio 0.25 --lr 2e-3",
     "crossmae_last": "crossmae --feature_maps last", "hypermae": "hypermae",
     "untrained_ginr": "minr", "ginr": "minr", "ginr_visible": "minr --encode_visible_only",
@@ -31,6 +32,7 @@ PRETRAINED = {  # name: --method and its flags; untrained ones get no epochs
     "transinr": "minr --hypernetwork transinr",
     "imae": "imae --teacher {runs}/mae/last.pt",
     "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
+LONGER = {"crossmae_25_long": 1.6}     # times --epochs: for micro, as many multiply-adds as MAE
 RATES = ("5e-4", "1e-3", "2e-3", "4e-3")
 SWEEP = {  # name: for one seed, pretraining only
     f"{name}_{rate}": f"{PRETRAINED[name]} --lr {rate}"
@@ -46,6 +48,17 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "transinr_patches": "--checkpoint {runs}/transinr/last.pt --pool mean",
     "scratch": "--mode scratch --size {size}",
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
+NORM = {f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
+        for part, flag, names in (                         # another end of the frozen encoder
+            ("raw", "--no-norm", ("untrained", "mae", "mae_joined", "imae")),
+            ("norm", "--norm", ("crossmae", "crossmae_25", "hypermae", "ginr", "ginr_mean")))
+        for name in names}
+SCRATCH = {f"scratch_{rate}": f"{SOURCES['scratch']} --lr {rate}" for rate in RATES}
+SOURCES |= NORM | SCRATCH
+HELD_OUT = {  # name: columns that decide a choice, measured on held-out training images
+    **dict.fromkeys([*NORM, *(name.rsplit("_", 1)[0] for name in NORM), "ginr_patches", "transinr",
+                     "transinr_mean", "transinr_patches"], ["20-NN"]),
+    **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # at seed 0
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
     "linear": ("--mode linear", 2), "1%": ("--labels 0.01 --batch_size 24", 6),
     "10%": ("--labels 0.1", 4), "100%": ("--mode finetune", 1)}
@@ -60,7 +73,9 @@ def commands(args, name, seed):
     teachers = re.findall(r"{runs}/(\w+)/", {**pretrained, **SOURCES}[name])
     for encoder in teachers + [name] * (name in pretrained):
         flags = " ".join([pretrained[encoder], *args.pretraining])
-        epochs = 0 if encoder.startswith("untrained") else args.epochs
+        epochs = round(args.epochs * LONGER.get(encoder, 1))
+        if encoder.startswith("untrained"):
+            epochs = 0
         yield encoder, "pretraining", (
             f"python train.py --method {flags} --data {args.data} --size {args.size} --epochs "
             f"{epochs} --seed {seed} --runs {{runs}} --name {encoder}")
@@ -68,23 +83,47 @@ def commands(args, name, seed):
         return
     source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt")
     source = source.replace("{size}", args.size)
-    scratch = source.startswith("--mode scratch")
-    if not scratch and "20-NN" in args.columns:
-        yield name, "20-NN", (f"python finetune.py --mode knn {source} --data {args.data} "
-                              f"--seed {seed}")
-    for data in (args.data, args.other):
-        if name in PRETRAINED and "PSNR" in args.columns:
+    if name in PRETRAINED and "PSNR" in args.columns:
+        for data in (args.data, args.other):
             yield name, f"PSNR on {data}", (
                 f"python train.py --eval {{runs}}/{name}/last.pt --data {data} --mask_ratios 0.5 "
                 f"0.75 0.9 --masks random grid block")
-    for column, (flags, factor) in TUNED.items():
-        if column in args.columns and not (scratch and column == "linear"):
-            epochs = factor * args.finetune_epochs
-            flags = flags.replace("--mode finetune", "") if scratch else flags
-            command = (f"python finetune.py {source} {flags} --data {args.data} --epochs {epochs} "
-                       f"--eval_every {epochs} --seed {seed} --runs {{runs}} --name "
-                       f"{name}_{column.strip('%')}_{epochs}")
-            yield name, f"{column} ({epochs} epochs)", " ".join(command.split())
+    columns = ["20-NN", *TUNED]
+    if name in NORM:
+        columns = ["20-NN", "linear"]                      # fine-tuning has a norm of its own
+    elif source.startswith("--mode scratch"):
+        columns = [] if name in SCRATCH else ["1%", "10%", "100%"]     # no features to probe
+    for column in columns:
+        if column in args.columns:
+            yield name, *evaluation(args, name, seed, source, column, args.data, "")
+    for column in HELD_OUT.get(name, ()):
+        if "held out" in args.columns and (name not in SCRATCH or seed == 0):
+            yield name, *evaluation(args, name, seed, source, column, args.held_out, "_held_out")
+
+
+def evaluation(args, name, seed, source, column, data, suffix):
+    """Return a column's label and its command on `data`, for the encoder `source`. On held-out
+    images, label and name of the run have a suffix."""
+    label = f"{column}{suffix.replace('_', ' ')}"
+    if column == "20-NN":
+        return label, f"python finetune.py --mode knn {source} --data {data} --seed {seed}"
+    flags, factor = TUNED[column]
+    epochs = factor * args.finetune_epochs
+    flags = flags.replace("--mode finetune", "") if "--mode scratch" in source else flags
+    command = (f"python finetune.py {source} {flags} --data {data} --epochs {epochs} --eval_every "
+               f"{epochs} --seed {seed} --runs {{runs}} --name "
+               f"{name}_{column.strip('%')}_{epochs}{suffix}")
+    return f"{label} ({epochs} epochs)", " ".join(command.split())
+
+
+def hold_out(data, folder):
+    """Link the training images of the folder `data` into another one, in which every tenth image of
+    a class is for validation."""
+    for images in sorted(Path(data, "train").iterdir()):
+        for i, file in enumerate(sorted(images.iterdir())):
+            link = Path(folder, "train" if i % 10 else "val", images.name, file.name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
 
 
 def read_lines(path):
@@ -178,9 +217,9 @@ def main(argv=None):
                                      description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     names, option = [*PRETRAINED, *SOURCES, *SWEEP], parser.add_argument
-    columns = ["20-NN", "PSNR", *TUNED]
-    for name, default in dict(data="cifar10", other="shapes", size="micro", epochs=10,
-                              finetune_epochs=3).items():
+    columns = ["20-NN", "PSNR", *TUNED, "held out"]
+    for name, default in dict(data="cifar10", other="shapes", held_out="data/held_out",
+                              size="micro", epochs=10, finetune_epochs=3).items():
         option(f"--{name}", default=default, type=type(default), help=f"({default})")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
     option("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -190,6 +229,10 @@ def main(argv=None):
     args, args.pretraining = parser.parse_known_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
+    if not Path(args.data, "train").is_dir():              # a download
+        args.columns = [column for column in args.columns if column != "held out"]
+    elif "held out" in args.columns and not Path(args.held_out).exists():
+        hold_out(args.data, args.held_out)
     run_all(args, " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs",
                             *args.pretraining]))
 

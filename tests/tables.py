@@ -22,12 +22,13 @@ from train import METHODS, add_method_arguments
 from vit import SIZES
 
 TEXT = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
-NAMES = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", TEXT, re.M))      # "ginr": "MINR, GINR"
+NAMES = dict(re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", TEXT, re.M))      # "ginr": "MINR, GINR"
 CODES = {name: code for code, name in NAMES.items()}
 IN_README = ("untrained", "mae", "mae_4", "mae_joined", "crossmae", "crossmae_25", "hypermae",
              "ginr", "ginr_mean", "transinr", "imae", "scratch")
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
-TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES]}
+TABLES = {"Classification": TOP1, "Choices on held-out training images":
+          [f"{column} held out" for column in TOP1 if column != "linear"], "Learning rates": [f"lr {float(rate):g}" for rate in RATES]}
 for data, where in ("", "own data"), ("other ", "other data"):
     for part, pixels in ("masked", "masked pixels"), ("decoded", "the decoded image"):
         TABLES[f"PSNR of {pixels} on {where}"] = [f"{data}{name} {part}" for name in CONDITIONS]
@@ -95,7 +96,7 @@ def read_setups(records):
 
 def precision(column):
     """Return how many decimals to print, and the floor that a mean difference must exceed."""
-    if column in TOP1:
+    if column.removesuffix(" held out") in TOP1:
         return 1, 0.5                                      # in %
     if re.match(r"alpha|block (\d|sum)( |$)", column):     # R^2, attention
         return 3, 0.005

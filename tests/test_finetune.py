@@ -265,6 +265,18 @@ def test_evaluation(tune, spy):
     assert {*seen} == {(False, "token")} and counts == [4] and neighbours == [20]
 
 
+def test_final_norm_of_a_frozen_encoder(tune, monkeypatch):
+    """The checkpoint's, by default and with --norm; none with --no-norm."""
+    seen, x = [], torch.randn(2, 3, 16, 16)
+    monkeypatch.setattr(finetune, "knn", lambda model, *_: seen.append(model) or model.classify)
+    monkeypatch.setattr(finetune, "evaluate", lambda *_: ({"top1": 0, "top5": 0}, None))
+    for words in ([], ["--norm"], ["--no-norm"]):
+        tune("--mode", "knn", *words)
+    plain, asked, none = (model.encoder for model in seen)
+    assert torch.equal(plain(x), asked(x)) and isinstance(none.norm, torch.nn.Identity)
+    assert torch.equal(plain(x), plain.norm(none(x))) and not torch.equal(plain(x), none(x))
+
+
 def test_few_labels(tune, tmp_path, capsys, refused, spy):
     """A fraction of each class's images, at least one. Validation is rarer, so that it covers no
     more images than training."""
