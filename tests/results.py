@@ -48,16 +48,15 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "transinr_patches": "--checkpoint {runs}/transinr/last.pt --pool mean",
     "scratch": "--mode scratch --size {size}",
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
-NORM = {f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
-        for part, flag, names in (                         # another end of the frozen encoder
-            ("raw", "--no-norm", ("untrained", "mae", "mae_joined", "imae")),
-            ("norm", "--norm", ("crossmae", "crossmae_25", "hypermae", "ginr", "ginr_mean")))
-        for name in names}
+NORM = {  # name: the frozen encoder with and without a LayerNorm at its end, trained once for both
+    f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
+    for name in ("untrained", "mae", "mae_joined", "crossmae", "crossmae_25", "hypermae", "ginr",
+                 "ginr_mean", "imae") for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
 SCRATCH = {f"scratch_{rate}": f"{SOURCES['scratch']} --lr {rate}" for rate in RATES}
 SOURCES |= NORM | SCRATCH
 HELD_OUT = {  # name: columns that decide a choice, measured on held-out training images
-    **dict.fromkeys([*NORM, *(name.rsplit("_", 1)[0] for name in NORM), "ginr_patches", "transinr",
-                     "transinr_mean", "transinr_patches"], ["20-NN"]),
+    **dict.fromkeys([*NORM, "ginr", "ginr_mean", "ginr_patches", "transinr", "transinr_mean",
+                     "transinr_patches"], ["20-NN"]),
     **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # at seed 0
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
     "linear": ("--mode linear", 2), "1%": ("--labels 0.01 --batch_size 24", 6),
