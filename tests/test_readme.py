@@ -1,6 +1,7 @@
 """The README: its Python runs, its links lead somewhere, its commands run in their order."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_forks(pretrain, monkeypatch):
     maps = model.encoder.layers(model.encoder.embed(images, ids))
     mix = sum(w * f for w, f in zip(model.map_weights, maps))
     assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)
+
+
+def test_the_first_page_shows_what_is_there():
+    """The training step is mae.py's, and the numbers of lines are about those of the files."""
+    (step,) = re.findall(r"```py\n(.*?)```", TEXT, re.DOTALL)
+    code = [line.split("  #")[0].strip() for line in step.splitlines()]
+    forward = inspect.getsource(train.MAE.forward)
+    assert len(code) == 5 and all(line in forward for line in code)
+    lines = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", TEXT, re.MULTILINE)
+    assert {file for file, _ in lines} == {path.name for path in ROOT.glob("*.py")}
+    counts = [pair[::-1] for pair in re.findall(r"(\d+)(?: lines)? \(`(\w+\.py)`\)", TEXT)]
+    assert [file for file, _ in counts] == ["mae.py", "imae.py"]
+    for file, n in lines + counts:
+        assert int(n) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1)
 
 
 def test_a_method_needs_its_file_and_vit_alone():
