@@ -76,7 +76,7 @@ def test_the_first_page_shows_what_is_there():
     code = [line.split("  #")[0].strip() for line in step.splitlines()]
     forward = inspect.getsource(train.MAE.forward)
     assert len(code) == 5 and all(line in forward for line in code)
-    lines = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", TEXT, re.MULTILINE)
+    lines = re.findall(r"\| `(\w+\.py)` \| (\d+) \|", TEXT)
     assert {file for file, _ in lines} == {path.name for path in ROOT.glob("*.py")}
     counts = [pair[::-1] for pair in re.findall(r"(\d+)(?: lines)? \(`(\w+\.py)`\)", TEXT)]
     assert [file for file, _ in counts] == ["mae.py", "imae.py"]
