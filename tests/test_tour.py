@@ -3,12 +3,16 @@ as `# (B, 1+K, D)` is compared with the tensors that its line makes. Then the to
 
 import ast
 import importlib
+import inspect
 import itertools
 import math
 import re
-import sys
+import shutil
+import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +25,11 @@ from hypermae import HyperMAE
 from imae import IMAE, ridge_r2
 from mae import MAE
 from minr import MINR
+from tests import tour
 from tests.conftest import ROOT, settings
-from tests.tour import TINY, attention_maps, flatten, letters, main, trace
+from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
-from vit import mask_noise, pair, to_released, transfer
+from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
 
 FILES = [str(ROOT / f"{name}.py")
          for name in "vit mae crossmae hypermae minr imae finetune".split()]
@@ -248,70 +253,97 @@ def test_every_shape_comment_is_tested(found):
     none(stale)
 
 
-# ---------------------------------------------------------------------------------------- the tour
-NUMBERED = re.compile(r"^ *(?:(\w+):)?(\d+)  +(.*?)(?:  .*)?$", re.M)    # file, line, code
+# ---------------------------------------------------------------------------------------- the page
+class Reader(HTMLParser):
+    """Reads a page: `rows`, {(file, line): [code, what it made]}, and `text`. Every tag must be
+    closed, in order, and nothing is loaded from elsewhere."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.rows, self.text = [], {}, ""
+        self.place, self.file, self.column = None, "", ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        given = dict(attributes)
+        assert "href" not in given and given.get("src", "data:").startswith("data:")
+        self.column = given.get("class", tag if tag == "pre" else self.column)
+        self.file = given.get("title", self.file)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open[-1:] == ["i"]:
+            self.place = self.file, int(data)
+            self.rows.setdefault(self.place, ["", ""])
+        elif self.place and self.column in ("pre", "made"):
+            self.rows[self.place][self.column == "made"] += data
 
 
-@pytest.mark.parametrize("name", train.METHODS)
-def test_tour(name, tmp_path, monkeypatch, capsys):
-    """Each line is shown once, as in the file, and fits a terminal; the picture has a column for
-    each title."""
+@pytest.mark.parametrize("name", [*train.METHODS, "train"])
+def test_page(name, tmp_path, monkeypatch, capsys):
+    """It is well-formed and small; every line of forward, encode and decode, or of a training step,
+    is there in order, with the shapes that it makes."""
     monkeypatch.chdir(tmp_path)
     main([name])
-    text = capsys.readouterr().out
-    shown = NUMBERED.findall(text)
-    assert len(shown) > 10 and len({place[:2] for place in shown}) == len(shown)
-    own = Path(sys.modules[train.METHODS[name].__module__].__file__)
-    for file, i, code in shown:
-        path = ROOT / f"{file}.py" if file else own
-        line = path.read_text().splitlines()[int(i) - 1].split("  #")[0].strip()
-        assert code[:60].startswith(line[:60]) or line.startswith(code[:60])
-    assert max(map(len, text.splitlines())) <= 100
-    titles = re.findall(r"\d+\s[^;]+", text[text.index("see tour_"):])
-    _, _, width = torchvision.io.decode_image(f"tour_{name}.png").shape
-    assert width == 8 + len(titles) * (3 * 48 + 8) and "original" in titles[-1]
+    assert f"see     tour_{name}.html" in capsys.readouterr().out
+    page = Path(f"tour_{name}.html").read_text(encoding="utf-8")
+    reader = Reader(page)
+    assert len(page) < 1.5e6 and "<script" not in page
+    cls, functions, calls = train.METHODS.get(name), [train.train_epoch, train.train_step], []
+    if cls:
+        model, images = cls(**TINY, **cls.small_model), torch.rand(1, 3, 32, 48)
+        functions = [cls.forward, cls.encode, cls.decode]
+        with torch.no_grad():
+            calls = [*flatten(trace(lambda: model.eval()(images), FILES))]
+    for function in functions:
+        file = inspect.getsourcefile(function)
+        table = tour.statements(file)
+        lines, start = inspect.getsourcelines(function)
+        rows = {i: row for (where, i), row in reader.rows.items() if where == Path(file).name}
+        for i in range(start, start + len(lines)):
+            if i in table and table[i].node is not table[i].definition.body[0]:    # no docstring
+                code = re.sub(r"(^|  +)# .*", "", lines[i - start]).strip()
+                assert code in rows[i if i in rows else table[i].first][0]
+    for call in calls:
+        for step in call.steps:
+            s, shapes = step.statement, [str(tuple(x.shape)) for x in sum(step.made, []) if x.ndim]
+            if s.definition.name in ("forward", "encode", "decode") and s.path == file and not (
+                    s.only_names or isinstance(s.node, ast.For)):
+                made = "".join(rows[i][1] for i in range(s.first, s.last + 1) if i in rows)
+                assert all(shape in made for shape in shapes[:1] + shapes[-1:]), (s.first, made)
+    if cls:
+        items = re.findall(r'popovertarget="(.*?)"', page)
+        assert items and {*items} <= {*re.findall(r' id="(.*?)"', page)}
+    else:
+        norms = re.search(r"norms of gradients: mask_token [\d.]+, encoder ([\d.]+)", reader.text)
+        assert float(norms[1]) > 0 and page.count("data:image/png") > 8
 
 
-def test_order_and_shapes(tmp_path, capsys):
-    """A call comes before what is inside it, and its result after; a loop says how often."""
-    main(["mae", "--out", str(tmp_path / "a.png")])
-    text = " ".join(capsys.readouterr().out.split())
-    for part in ("here B = 1, C = 3, H = 32, W = 48, L = 96,", "K = 24, M = 72",
-                 "latent = self.encode(images, ids_keep) --- encode", "return self.encoder(",
-                 "patches = patchify(images, self.patch_size) (1, 96, 48) # (B, L, p*q*C)",
-                 "for block in self.blocks: x 4", "q, k, v = ",
-                 "-> latent (1, 25, 80) # (B, 1+K, D)", "pred = self.decode(", "--- decode",
-                 "self.mask_token + pos[ids_mask]], dim=1) (1, 72, 64) # (B, M, E) masked patches",
-                 "-> x (1, 97, 64) # (B, 1+L, E)", "for block in self.decoder_blocks: x 2",
-                 "-> pred (1, 72, 48) # (B, M, p*p*C)", "loss ="):
-        assert part in text
-        text = text[text.index(part) + len(part):]
-
-
-def test_attention_maps():
-    """The attention of the class token to visible patches in the encoder, and of mask tokens to all
-    patches in the decoder, is at the patches' places; other places are grey."""
+def test_pictures():
+    """Attention is the mean over heads and queries, at the patches' places; patches are at theirs,
+    and the rest is grey."""
     model, images = MAE(**TINY, **MAE.small_model), torch.rand(1, 3, 32, 48)
     ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
-    ids = torch.cat([ids_keep, ids_mask], dim=1)[0]
-    with torch.no_grad():
-        calls = trace(lambda: model.decode(model.encode(images, ids_keep), ids_keep, ids_mask, 72),
-                      FILES)
-        maps = attention_maps(model, calls, ids_keep[0], ids_mask[0])
-        x = model.encoder.layers(model.encoder.embed(images, ids_keep))[-2]
-        y = model.add_mask_tokens(model.encode(images, ids_keep), ids_keep, ids_mask)
-        y = model.decoder_blocks[0](y)
-    for image, block, x, queries in zip(
-            maps.values(), (model.encoder.blocks[3], model.decoder_blocks[1]), (x, y),
-            (slice(1), slice(25, None))):
-        q, k, _ = block.attn.qkv(block.norm1(x)).unflatten(2, (3, block.attn.heads, -1)).unbind(2)
-        scores = torch.einsum("bihc,bjhc->bhij", q, k) / q.shape[3] ** 0.5
-        weights = scores.softmax(dim=3).mean(1)[0, queries].mean(0)[1:]
-        expected = torch.full((96,), 0.85)
-        expected[ids[:len(weights)]] = (weights - weights.min()) / (weights.max() - weights.min())
-        assert torch.allclose(image[0, 0].flatten(), expected, atol=1e-4)
-    assert [*maps] == ["attention of the class token in encoder.blocks.3.attn",
-                       "attention of the mask tokens in decoder_blocks.1.attn"]
+    names, q, k = dict(ids_keep=ids_keep, ids_mask=ids_mask), *torch.randn(2, 1, 4, 97, 20)
+    weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3).mean((0, 1, 2))[1:]
+    shown = []
+    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
+        tour.attention(dict(names, q=q, k=k), model.encoder)
+        tour.attention(dict(ids_keep=ids_keep, q=q[:, :, :25], k=k[:, :, :25]), model.encoder)
+        patches = patchify(images, 4)
+        tour.picture(patches[0, ids_mask[0]][None], "(B, M, p*p*C)", names, model)
+    expected = torch.zeros(96).index_copy(0, torch.cat([ids_keep, ids_mask], 1)[0], weights)
+    assert torch.allclose(shown[0], tour.heat(expected.view(8, 12)), atol=1e-4)
+    masked = model.encoder.pixels_of(torch.ones(1, 96).scatter(1, ids_keep, 0))[0, 0] > 0
+    assert (shown[1][:, masked[::4, ::4]] == tour.GREY).all() and (shown[2][:, ~masked] == tour.GREY
+                                                                   ).all()
+    assert torch.allclose(shown[2][:, masked], denormalize(images, model)[0][:, masked])
 
 
 FORK = """
@@ -320,37 +352,62 @@ from mae import MAE
 
 class Flipped(MAE):
     def decode(self, latent, ids_keep, ids_mask, P):
-        x = latent.flip(1)                                 # (B, 1+K, D) the other way round
+        x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
         return super().decode(x, ids_keep, ids_mask, P)
 """
 
 
-def test_own_method(tmp_path, monkeypatch, capsys):
-    """A method of one's own, in a file of its own, needs nothing in tour.py."""
+def test_own_method(tmp_path, monkeypatch):
+    """A method of one's own, in a file of its own, needs nothing in tour.py. What looks like HTML
+    in its code does not become HTML."""
     (tmp_path / "flipped.py").write_text(FORK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(train.METHODS, "flipped", importlib.import_module("flipped").Flipped)
-    main(["flipped", "--out", str(tmp_path / "a.png")])
-    text = capsys.readouterr().out
-    assert re.search(r"^ *7 +x = latent.flip\(1\) +\(1, 25, 80\) +# \(B, 1\+K, D\) the", text, re.M)
-    assert re.search(r"^ *mae:97 +pred = self.decode\(", text, re.M)
+    out = tmp_path / "a.html"
+    main(["flipped", "--out", str(out)])
+    reader = Reader(out.read_text())
+    code, made = reader.rows["flipped.py", 7]
+    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in code and "(B, 1+K, D) (1, 25, 80)" in made
+    assert '<i> "other" & way' in reader.text and ("mae.py", 85) in reader.rows
 
 
-def test_trained_model_and_own_image(tmp_path, capsys, refused):
-    """A checkpoint and an image file are what is toured; wrong words end in one line."""
+def test_trained_model_and_own_image(tmp_path, monkeypatch, capsys, refused):
+    """A checkpoint and an image file are what is shown; wrong words end in one line."""
+    monkeypatch.chdir(tmp_path)
     config = dict(SIZES, **DECODER)
+    Path("runs/new").mkdir(parents=True)
     torch.save(dict(method="mae", config=config, model=MAE(**config).state_dict()),
-               tmp_path / "last.pt")
-    image, out = tmp_path / "a.png", str(tmp_path / "out.png")
-    torchvision.io.write_png((255 * torch.rand(3, 100, 182)).byte(), str(image))
-    main(["mae", "--checkpoint", str(tmp_path), "--image", str(image), "--out", out])
-    assert "L = 143, p = 5, D = 76, K = 31, M = 112, E = 92" in capsys.readouterr().out
-    shown = torchvision.io.decode_image(out)[:, 8:8 + 55, 8:8 + 91]
-    assert (shown - center_crop(read_image(str(image)), (55, 91), 1).float()).abs().max() <= 1
-    (tmp_path / "text").write_text("no image")
+               "runs/new/last.pt")
+    torchvision.io.write_png((255 * torch.rand(3, 100, 182)).byte(), "a.png")
+    seen = []
+    with patch.object(tour, "strip_of", lambda model, image, _: seen.append(image) or ""):
+        main(["mae", "--checkpoint", "runs/new", "--image", "a.png", "--out", "x.html"])
+    image = 255 * denormalize(seen[0], MAE)[0]
+    assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
+    text = " ".join(Reader(Path("x.html").read_text()).text.split())
+    assert "L = 143p = 5D = 76K = 31M = 112E = 92" in text
+    capsys.readouterr()
+    main(["mae"])
+    assert f"add --checkpoint {Path('runs/new/last.pt')}" in capsys.readouterr().out
+    Path("text").write_text("no image")
     refused(main, ["mea"], "'mea'", "imae")
-    refused(main, ["crossmae", "--checkpoint", tmp_path], "is not of method crossmae")
-    refused(main, ["mae", "--checkpoint", tmp_path / "none.pt"], "none.pt")
-    refused(main, ["mae", "--image", tmp_path / "text"], "text")
-    refused(main, ["mae", "--image", tmp_path / "none.jpg"], "no such file")
-    refused(main, ["mae", "--image", image, image], "mae takes one image")
+    refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
+    refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
+    refused(main, ["mae", "--image", "text"], "text")
+    refused(main, ["mae", "--image", "none.jpg"], "no such file")
+    refused(main, ["mae", "--image", "a.png", "a.png"], "mae takes one image")
+
+
+def test_in_a_browser(tmp_path):
+    """A browser shows the code, and on a phone nothing is wider than the screen."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no browser on the PATH")
+    out = tmp_path / "a.html"
+    main(["mae", "--out", str(out)])
+    out.write_text(out.read_text() + "<script>document.title = 'width ' + "
+                   "document.documentElement.scrollWidth</script>")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=500,900"]
+    dom = subprocess.run([browser, *words, f"--user-data-dir={tmp_path}", out.as_uri()], text=True,
+                         capture_output=True, timeout=100).stdout
+    assert int(re.search(r"<title>width (\d+)", dom)[1]) <= 500 and "add_mask_tokens" in dom
