@@ -1,12 +1,12 @@
 """MAE: mask most of an image, encode the rest, and predict what is masked.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
-Release: https://github.com/facebookresearch/mae
+Release: https://github.com/facebookresearch/mae. "Item 3" in a comment is in the list at the end.
 
-A random 75% of the patches are masked, and a ViT encodes only the visible ones, which makes a large
-encoder cheap to train. A small decoder receives the encoded patches and, for every masked patch,
-the same learned mask token, told apart only by its position embedding. It predicts the pixels of
-the masked patches. After pretraining the decoder is discarded and the encoder is kept.
+A random 75% of the patches are masked. A ViT encodes only the visible ones, so a large encoder is
+cheap to train. A small decoder gets the encoded patches and, for every masked patch, one learned
+mask token plus the position of the patch. It predicts the pixels of the masked patches. After
+pretraining the decoder is discarded and the encoder is kept.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
@@ -21,8 +21,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper, except ViT-B/16 (paper: ViT-L/16) and normalised targets
-    (paper: plain pixels, although Table 1d finds normalised ones better).
+    features. Defaults are the paper's, but ViT-B (not L) and normalised (not plain) targets.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -33,15 +32,15 @@ class MAE(nn.Module):
         decoder_heads: attention heads of the decoder (release)
     """
 
-    recipe = dict(  # Table 8; 800 epochs: Table 1; flip: Sec. 4.1; the crop's scale: release
+    recipe = dict(  # Table 8; epochs from Table 1, flip from Sec. 4.1, crop from the release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD                # of the input's channels
-    lr_scale = 1.0                                         # a factor; CrossMAE has its own
+    mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
+    lr_scale = 1.0                         # multiplies the learning rate; only CrossMAE's is not 1
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -49,7 +48,7 @@ class MAE(nn.Module):
         super().__init__()
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
-        p, q = self.encoder.patch_size
+        p, q = self.encoder.patch_size                     # patch height and width; usually q = p
 
         self.decoder_embed = nn.Linear(dim, decoder_dim)               # Appendix A.1
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))  # item 5
@@ -62,14 +61,14 @@ class MAE(nn.Module):
         init_weights(self)                                             # item 5
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images (Sec. 3, "MAE encoder"): (B,1+K,D).
+        """Encode the visible patches ids_keep (B,K) of images: (B,1+K,D) (Sec. 3, "MAE encoder").
         The encoder never sees mask tokens: after pretraining there are none (Table 1c)."""
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
         """Build the decoder's input (B,1+L,E) (Sec. 3, "MAE decoder"): the latent (B,1+K,D) at the
-        decoder's width, and a mask token for each masked patch, with positions added. The class
-        token comes first, then the patches sorted by noise, visible ones first."""
+        decoder's width, then a mask token for each masked patch, all with their positions added.
+        Patches stay sorted by noise: attention ignores order, so none are unshuffled (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)
         return torch.cat([x[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token
@@ -77,27 +76,28 @@ class MAE(nn.Module):
                           self.mask_token + pos[ids_mask]], dim=1)     # (B, M, E) masked patches
 
     def decode(self, latent, ids_keep, ids_mask, P):
-        """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). P = M
-        gives the masked patches, P = L all patches."""
+        """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). The
+        masked patches come last, so P = M gives these. P = L gives all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
-        x = x[:, -P:]                                                  # (B, P, E) items 1, 2
+        x = x[:, -P:]                          # (B, P, E) if P = L, only the class token is dropped
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). Patches with low noise (B,L)
-        stay visible (None: random). The loss is the mean squared error between masked patches and
-        their predictions, a float32 scalar; metrics is {"loss": the detached loss}."""
-        # so few stay visible that the rest cannot be copied from neighbours (Sec. 3; item 4)
+        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L), random by default,
+        does the paper's shuffling: the K patches with the lowest numbers stay visible. The loss, a
+        float32 scalar, is the mean squared error between masked patches and their predictions;
+        metrics is {"loss": the detached loss}."""
+        # few patches stay visible, so that the others cannot be copied from them (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees a quarter of the patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         # only the small decoder pays for the masked ones
         pred = self.decode(latent, ids_keep, ids_mask, ids_mask.shape[1])      # (B, M, p*p*C)
-        # normalising each patch raises local contrast, and accuracy (Table 1d; item 3)
+        # normalised patches have more local contrast, and accuracy is higher (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
-        # over masked patches only: over all patches accuracy is slightly lower (Sec. 3)
+        # with visible patches in the loss, accuracy would be slightly lower (Sec. 3)
         loss = (pred.float() - target).square().mean()                 # scalar
         return loss, {"loss": loss.detach()}
 
@@ -111,20 +111,20 @@ class MAE(nn.Module):
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
+        # every patch is replaced: images give at most the mean and variance of normalised targets
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
 
 # Paper and release: where they differ from each other, and this file from both
-#   1. Both restore the decoder tokens to raster order (Sec. 3, "Simple implementation").
-#      Self-attention is permutation-equivariant, so we leave the tokens sorted by noise, visible
-#      ones first: the masked patches are simply the last M.
+#   1. Both unshuffle the decoder's tokens into raster order (Sec. 3, "Simple implementation").
+#      Self-attention is permutation-equivariant, so we leave them sorted by noise.
 #   2. Both embed all patches and then drop the masked ones; we embed only the visible ones. The
 #      released head always predicts all patches; in training ours predicts only the masked ones.
-#   3. Normalised targets (Sec. 3) use the unbiased variance plus 1e-6, as in the release; the paper
-#      does not specify this.
+#   3. The paper does not define the variance of a patch (Sec. 3). As in the release, we use the
+#      unbiased one plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
-#   5. Xavier initialisation (Appendix A.1). As in the release, the bias of the patch projection
-#      keeps PyTorch's default, and the class and mask tokens start with standard deviation 0.02.
+#   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
+#      projection keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.
 #   6. The norm before the head and the zero position of the class token are from the release.
