@@ -5,11 +5,12 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 ECCV 2022) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc has both).
 
 An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
-a ViT reads an image with 75% of its patches set to zero, along with weight tokens, which become
-weights of the MLP (by GINR or TransINR). The MLP renders every pixel, at any resolution.
+a ViT reads an image with 75% of its patches set to zero, and learned weight tokens. Its outputs for
+these tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
 
-    B images, L patches, K visible, D width, N rendered pixels, G weight tokens (extra tokens of the
-    ViT); layer i of the MLP: a_i inputs, b_i outputs, g_i weight tokens (groups; GINR: rank)
+    B images, L patches, K visible, D width, N rendered pixels; layer i of the MLP has a_i inputs
+    and b_i outputs. The G weight tokens are the `extra_tokens` of vit.ViT. A modulated layer i gets
+    g_i of them, its `groups`, and each becomes a column of a_i numbers
     images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
     coordinates (N,2) and weights -> colours (B,N,C)
 """
@@ -33,10 +34,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Here c is
-    first the row, then the column, and f takes dim/2 values in periods per image, spaced
-    geometrically from 1 to sigma. The features are on coords' device, and in float32: phases up to
-    pi sigma are too large for half precision. (Same in hypermae.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each of
+    the two coordinates c (row, then column) is multiplied by dim/2 frequencies f. They run
+    geometrically from 1 to sigma periods per image: dim 4 and sigma 8 give 1 and 8. Features are on
+    coords' device, in float32, as half precision cannot hold phases up to pi sigma. (Same in
+    hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -44,26 +46,25 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size, `encoder` gives features. Images are in [0, 1]. We only had a summary of
-    the paper; "paper" refers to that. Defaults follow the paper: 182 x 182 pixels, a grid of 14 x
-    14 patches (item 1), 75% masked, 5 layers, the second modulated, all pixels in the loss. Where
-    the paper gives no value, they follow the release.
+    `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
+    the paper, which "paper" means below. Defaults follow it, e.g. with a grid of 14 x 14 patches in
+    182 x 182 pixels (item 1). Where it gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
-        hypernetwork: ginr (in one layer, the matrix product of predicted and shared weights) or
-            transinr (in all layers, their elementwise product) (Sec. 3.2, item 3)
-        modulated_layers: image-specific layers of the MLP, counting from 0, e.g. 0,1; None: the
-            second for ginr, all for transinr (Sec. 3.2)
+        hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: as the matrix
+            product of predicted and shared weights, of rank at most `groups`. transinr: as the
+            elementwise product of shared weights with `groups` predicted columns, repeated
+        modulated_layers: image-specific layers of the MLP, counting from 0, e.g. 0,1 (default: the
+            second for ginr, all for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: number of weight tokens per modulated layer, at most its number of outputs. For ginr
-            this is the rank, for transinr the number of predicted columns, which are repeated.
-            None: 256 for ginr, 64 for transinr (release; item 7)
+        groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
+            (default: 256 for ginr, 64 for transinr; release, item 7)
         ff_dim: number of cosine features, and of sine features (release)
-        ff_sigma: highest frequency of the Fourier features, in periods per image; None: 128 for
-            ginr, 1024 for transinr (release)
+        ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
+            ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
         coord_jitter: in training, move each coordinate within its pixel, so that larger renderings
@@ -72,14 +73,12 @@ class MINR(nn.Module):
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as the paper gives none; add --coord_jitter and,
-        # for its encoder, --img_size 182 --patch_size 13 --dim 768 --depth 6 --heads 12; crop
-        # stands in for its resize and random crop. Not implemented: a tenth of the learning rate
-        # for TransINR after 80% of the epochs. CelebA: --epochs 30 --no-flip --ff_sigma 64 (GINR),
-        # no --coord_jitter
+    recipe = dict(  # the release's for Imagenette, as the paper gives none. crop replaces its
+        # resize and random crop. tests/FLAGS.md has its other flags, and those for CelebA. Its drop
+        # of TransINR's learning rate, to a tenth after 80% of the epochs, is not implemented
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
     small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     small_model = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
@@ -124,86 +123,100 @@ class MINR(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # shared by all images
         for i, (a, b) in enumerate(zip(widths, widths[1:])):
             g = self.groups.get(i)
-            if g and hypernetwork == "ginr":               # the factor shared by images (item 4)
+            if g and hypernetwork == "ginr":               # V in modulate, item 4
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)        # N(0, 1/(g a))
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
             self.biases.append(torch.zeros(b))
-        self.to_weights = nn.ModuleDict({                  # a column from each weight token
+        self.to_weights = nn.ModuleDict({                  # from a weight token to a column of U
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i]))
             for i in self.groups})
 
     def encode(self, images, ids_keep, mask):
         """Encode masked images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
-        mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block: the encoder's
-        extra tokens. finetune.py classifies the same tokens, because no gradient of the loss
-        reaches the patch tokens that the last block returns."""
+        mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
+        classifies the same tokens, because no gradient of the loss reaches the patch tokens that
+        the last block returns."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
+            # 0 is black: the encoder cannot tell a masked patch from a black one
             masked = self.encoder.pixels_of(mask).bool()               # (B, 1, H, W)
             tokens = self.encoder(images.masked_fill(masked, 0))       # (B, 1+L+G, D)
         return tokens[:, -len(self.encoder.extra_tokens):]             # (B, G, D)
 
     def modulate(self, tokens):
-        """Turn weight tokens (B,G,D), grouped by modulated layer, into all layers of the MLP (Sec.
-        3.2), a list of (weights, biases): weights are image-specific (B,a,b) or shared (a,b),
-        biases (b,). Every column of weights is scaled to length 1 (item 5)."""
+        """Turn weight tokens (B,G,D), grouped by modulated layer, into all layers of the MLP, a
+        list of (W, bias) (Sec. 3.2, item 3). U is predicted from the image, V is shared by all:
+
+            GINR       W = U V               (B,a,b) from U (B,a,g) and V (g,b): rank at most g
+            TransINR   W = [U U ... U] * V   (B,a,b) from U (B,a,g) and V (a,b), elementwise
+            neither    W = V                 (a,b)
+
+        Column k of U comes from the layer's k-th weight token. Every column of W is then scaled to
+        length 1 (item 5). Biases (b,) are shared."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
-        for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
+        for i, (V, bias) in enumerate(zip(self.weights, self.biases)):
             if i not in self.groups:
-                W = shared                                             # (a, b)
+                W = V                                                  # (a, b)
             else:
-                predicted = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)  # (B, a, g)
-                if self.hypernetwork == "ginr":            # g shared rows: rank at most g (item 3)
-                    W = predicted @ shared                             # (B, a, b)
-                else:                                      # columns 0 ... g-1 repeat (item 3)
-                    W = predicted.repeat(1, 1, len(bias) // self.groups[i]) * shared  # (B, a, b)
+                U = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)      # (B, a, g)
+                if self.hypernetwork == "ginr":
+                    W = U @ V                                          # (B, a, b)
+                else:
+                    W = U.repeat(1, 1, len(bias) // self.groups[i]) * V        # (B, a, b)
             layers.append((F.normalize(W, dim=-2), bias))
         return layers
 
     def decode(self, coords, layers):
         """Evaluate the MLP with the layers from modulate: return the colours (B,N,C) at coordinates
         (N,2), the same for all images, or (B,N,2). With (N,2), layers before the first
-        image-specific one run only once. Under autocast the hidden layers run in its dtype; colours
-        are float32."""
+        image-specific one run once for all images. Under autocast colours are still float32."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
-        x = x.to(layers[-1][0].dtype)                                  # (N, a_0)
-        for i, (W, bias) in enumerate(layers):
+        x = x.to(layers[0][0].dtype)                       # (N, a_0) as the weights of layer 0
+        for W, bias in layers[:-1]:
             x = x @ W                                                  # (N, b_i), then (B, N, b_i)
-            if i < len(layers) - 1:
-                x = F.relu(x + bias.to(x.dtype))
-        return x + bias + self.out_bias                                # (B, N, C) item 5
+            x = F.relu(x + bias.to(x.dtype))   # under autocast, a float32 bias would promote x
+        W, bias = layers[-1]                   # (hidden_dim, C), (C,) or (B, hidden_dim, C), (C,)
+        return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random if None.
-        The loss is the mean squared error over all pixels, or over masked ones, a float32 scalar;
-        metrics is {"loss": the detached loss}. In training, coord_jitter and pixel_fraction draw
-        from torch's generator; all images share these random numbers."""
+        """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random by default.
+        The loss, a float32 scalar, is the mean squared error over all pixels or only over the
+        masked ones; metrics is {"loss": the detached loss}."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
-        layers = self.modulate(self.encode(images, ids_keep, mask))
-        H, W = self.encoder.img_size
-        coords = grid_coords((H, W), images.device)                    # (H*W, 2)
-        target = images.flatten(2).transpose(1, 2)                     # (B, H*W, C)
-        masked = self.encoder.pixels_of(mask).flatten(1)               # (B, H*W)
-        if self.training and self.pixel_fraction < 1:
-            N = math.ceil(self.pixel_fraction * len(coords))
-            some = torch.randperm(len(coords), device=images.device)[:N]
-            # (N, 2), (B, N, C), (B, N)
-            coords, target, masked = coords[some], target[:, some], masked[:, some]
-        if self.training and self.coord_jitter:
-            row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) each, in pixels
-            coords = coords + torch.stack([row * 2 / H, col * 2 / W], dim=1)   # (N, 2)
+        tokens = self.encode(images, ids_keep, mask)                   # (B, G, D)
+        layers = self.modulate(tokens)
+        coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
         pred = self.decode(coords, layers)                             # (B, N, C)
         error = (pred.float() - target).square().mean(dim=2)           # (B, N)
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels, divided by their expected number: with pixel_fraction the
-            # actual number varies, and dividing by it would make the loss depend on --accum
+            # the mean over masked pixels, but divided by their expected number: the number drawn
+            # varies, and dividing by that would make the loss depend on --accum
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
+
+    def sample_pixels(self, images, mask):
+        """Choose the pixels of images (B,C,H,W) for the loss: all or, in training, a random
+        pixel_fraction. Returns their coordinates (N,2), which coord_jitter moves in training, their
+        colours (B,N,C), and which are masked (B,N). Torch's generator draws random numbers, the
+        same for all images."""
+        H, W = self.encoder.img_size
+        coords = grid_coords((H, W), images.device)                    # (H*W, 2)
+        colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
+        masked = self.encoder.pixels_of(mask).flatten(1)               # (B, H*W)
+        if self.training and self.pixel_fraction < 1:
+            N = math.ceil(self.pixel_fraction * len(coords))
+            some = torch.randperm(len(coords), device=images.device)[:N]
+            # (N, 2), (B, N, C), (B, N)
+            coords, colours, masked = coords[some], colours[:, some], masked[:, some]
+        if self.training and self.coord_jitter:
+            row, col = (torch.rand_like(coords) - 0.5).unbind(1)       # (N,) each, in pixels
+            coords = coords + torch.stack([row * 2 / H, col * 2 / W], dim=1)   # (N, 2)
+        return coords, colours, masked
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
@@ -219,7 +232,7 @@ class MINR(nn.Module):
         return self.render_masked(images, pair(size), noise, mask_ratio)[0]
 
     def render_masked(self, images, size, noise, mask_ratio):
-        """Reconstruct at size (H',W'), a few thousand pixels at a time to save memory."""
+        """Reconstruct images at size (H',W'), a few thousand pixels at a time to save memory."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, _, mask = self.encoder.mask(images, noise, mask_ratio)
         layers = self.modulate(self.encode(images, ids_keep, mask))
@@ -242,29 +255,24 @@ class MINR(nn.Module):
 
 
 # Paper and release: where they differ or are silent, and what we do
-#   1. For images of 182 x 182 pixels, the paper's "14 x 14 patches" can mean a grid of 14 x 14
-#      patches (13 pixels wide) or patches of 14 x 14 pixels. We use the grid, because the release
-#      masks patches of 13 pixels. The release's tokens are patches of 9 pixels; ours are the
-#      masking patches themselves.
+#   1. The paper's "14 x 14 patches" of 182 x 182 pixels can mean a grid of 14 x 14 patches or
+#      patches of 14 x 14 pixels. We use the grid, because the release masks patches of 13 pixels.
+#      These are also our tokens; the release's are patches of 9 pixels.
 #   2. The release masks each patch independently with probability 0.75; we mask the same number in
 #      every image.
-#   3. In the paper TransINR predicts all weights; how GINR predicts its layer is not said. In the
-#      release TransINR's predicted columns are repeated and multiplied with shared weights
-#      elementwise, GINR's are multiplied with a shared factor as matrices, and biases are shared.
-#      We follow the release.
+#   3. In the paper TransINR predicts all weights; GINR has no formula there. In the release both
+#      predict only a factor U of the weights (see modulate), and biases are shared. We follow it.
 #   4. The release's modulated GINR layers also hold shared weights that are never used; we leave
 #      them out.
 #   5. As in the release, every column of weights is scaled to length 1, in shared layers too, and
-#      `out_bias` is added to the output.
-#   6. The release's ViT has learned positions and dropout; here it is vit.ViT: fixed positions, a
-#      class token and, as in the release, no final norm.
+#      `out_bias` is added to the colours.
+#   6. The release's ViT has learned positions and dropout. Ours, vit.ViT, has fixed positions and a
+#      class token. Both have no final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim and ff_sigma; the values are the
-#      release's. GINR: 256 groups (full rank) and ff_sigma 128 (on CelebA 64); TransINR: 64 groups
-#      and ff_sigma 1024. Pixel centres of a 182-pixel image cannot tell frequencies above 91 from
-#      lower ones.
-#   8. The paper claims fewer parameters than MAE. That depends on the sizes chosen and is not
-#      tested here. At full rank, GINR's one layer needs nearly as many predicted weights (65,536)
-#      as TransINR's five layers together (66,304).
-#   9. Initialisation is the release's. It draws the base weights by PyTorch's default for linear
-#      layers, but on their transposed layout, so that the bound is 1/sqrt(outputs). The scale
-#      matters only relative to the learning rate, as every column is normalised.
+#      release's. With 256 groups, GINR's layer has full rank. On CelebA its ff_sigma is 64. Pixel
+#      centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
+#   8. The paper claims fewer parameters than MAE, which depends on the sizes and is not tested
+#      here. GINR predicts 65,536 numbers for one layer of full rank, TransINR 66,304 for all five.
+#   9. As in the release, V is drawn by PyTorch's default for linear layers, but in the transposed
+#      layout, so that the bound is 1/sqrt(outputs). Columns are normalised, so the scale matters
+#      only relative to the learning rate.
