@@ -4,9 +4,9 @@ Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Depe
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
 
 In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
-Here each mask token is a query that attends only to encoder tokens. So its prediction does not
-depend on the others, the loss can use a random subset of masked patches (`prediction_ratio`), and
-the rest cost nothing. Each decoder block attends to its own learned mix of encoder feature maps.
+Here each mask token is a query that attends only to encoder tokens, so no prediction depends on the
+others. The loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
+cost nothing. Each decoder block attends to its own learned mix of encoder feature maps.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
     side; n feature maps f_1 ... f_n; w (decoder depth,n) the weights of their mixes
@@ -23,8 +23,8 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights,
 
 
 class CrossAttention(nn.Module):
-    """Queries x (B,P,E) attend to y (B,1+K,D), which is projected to keys and values here (Sec.
-    3.2): (B,P,E). As in the released weights, `kv` outputs k and v concatenated, and within each
+    """Let queries x (B,P,E) attend to tokens y (B,1+K,D): (B,P,E) (Sec. 3.2). `kv` projects y to
+    keys and values. As in the released weights, it outputs k and v concatenated, and within each
     the heads concatenated."""
 
     def __init__(self, dim, context_dim, heads):
@@ -47,9 +47,9 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block (Figure 4b): cross-attention of the queries x (B,P,E) to the encoder
-    tokens y (B,1+K,D), and an MLP: (B,P,E). With self_attention the queries first attend to one
-    another."""
+    """A pre-norm decoder block (Figure 4b): the queries x (B,P,E) attend to the encoder tokens y
+    (B,1+K,D) and go through an MLP: (B,P,E). With self_attention they attend to one another first.
+    """
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
         super().__init__()
@@ -71,32 +71,31 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper (Sec. 4.2, A.6): ViT-B/16 with normalised targets, which it
-    implies only in the caption of Figure 5.
+    features. Defaults follow the paper (Sec. 4.2, A.6): ViT-B/16 with normalised targets, which
+    only the caption of Figure 5 mentions.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
-        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6). The
-            learning rate is multiplied by prediction_ratio / mask_ratio unless --lr is set (A.6)
+        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6).
+            Unless --lr is set, prediction_ratio / mask_ratio multiplies the learning rate (A.6)
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder (A.6: MAE's, 512; item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list that
-            includes the last, counting from 0, e.g. 3,7,11; last: only the last output, unmixed
-            (Table 3d, item 8)
-        include_input: also mix in the first block's input (A.5); no effect if feature_maps is last
+        feature_maps: encoder blocks whose outputs are mixed for the decoder (Table 3d, item 8): all
+            or a list, counting from 0, that includes the last, e.g. 3,7,11. With last, the decoder
+            gets only the last output, unmixed
+        include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
         project_maps: apply a linear layer to each feature map before mixing (Table 9)
     """
 
-    recipe = dict(  # Table 10; blr is multiplied by lr_scale (A.6); scale of the crop: release
+    recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels or the micro encoder: first for training (lr is multiplied by
-    # lr_scale), then for the model
+    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -112,7 +111,7 @@ class CrossMAE(nn.Module):
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
-        # the number of masked patches without a prediction: Sec. 3.3; item 2
+        # the number of masked patches that are not predicted (Sec. 3.3; item 2)
         self.unpredicted = int(L * (mask_ratio - prediction_ratio))
         require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
                                                 f"most mask_ratio {mask_ratio}: set both")
@@ -120,7 +119,7 @@ class CrossMAE(nn.Module):
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # A.6: lr = gamma base_lr batchsize / (256 p), prediction ratio gamma, mask ratio p; item 12
+        # gamma / p in A.6: lr = gamma base_lr batchsize / (256 p); item 12
         self.lr_scale = prediction_ratio / mask_ratio
         p, q = self.encoder.patch_size
 
@@ -137,10 +136,10 @@ class CrossMAE(nn.Module):
             require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
                     f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
                     f"{depth - 1} that includes the last")
-            # in the list of ViT.layers, which starts with the input (Sec. 3.4, A.5)
+            # places in the list of ViT.layers, which starts with the input (Sec. 3.4, A.5)
             self.map_ids = [0] * include_input + [block + 1 for block in sorted(blocks)]
             n = len(self.map_ids)
-            self.map_proj = nn.ModuleList()                # ablation: Table 9, else empty
+            self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
             if project_maps:
                 self.map_proj.extend(nn.Linear(dim, dim) for _ in self.map_ids)
             self.dec_norms = nn.ModuleList(
@@ -159,10 +158,10 @@ class CrossMAE(nn.Module):
         return w.softmax(dim=1) if self.softmax_weights else w  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K). Returns a list of the tokens (B,1+K,D) that
-        each decoder block attends to. With inter-block attention (Sec. 3.4, InterBlockAttention in
-        A.3), these are its own mix of the feature maps map_ids, normalised by its norm in
-        dec_norms. Without it, every block attends to the encoder's output."""
+        """Encode the visible patches ids_keep (B,K) of images. Returns a list of the tokens
+        (B,1+K,D) that each decoder block attends to. With inter-block attention (Sec. 3.4, A.3),
+        these are its own mix of the feature maps map_ids, normalised by its norm in dec_norms.
+        Without it, every block attends to the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -176,19 +175,18 @@ class CrossMAE(nn.Module):
         return [norm(t_k) for norm, t_k in zip(self.dec_norms, mixes)]  # Figure 4c
 
     def decode(self, features, ids):
-        """Predict the patches ids (B,P) from what encode returns, one (B,1+K,D) for each decoder
-        block: (B,P,p*p*C)."""
-        # the queries: Figure 4a, item 4
+        """Predict the patches ids (B,P) from the list that encode returns: (B,P,p*p*C)."""
+        # the mask tokens are queries, with the positions of their patches (Figure 4a; item 4)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, P, E)
         for block, y in zip(self.decoder_blocks, features):
             x = block(x, y)                                            # (B, P, E) Figure 4b
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random if None.
-        The loss is the mean squared error over the predicted patches, a float32 scalar; metrics is
-        {"loss": the detached loss}. With random masks and without self_attention, the loss is an
-        unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
+        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
+        default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
+        metrics is {"loss": the detached loss}. The loss is an unbiased estimate of that over all
+        masked patches, if masks are random and self_attention is off (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -215,12 +213,11 @@ class CrossMAE(nn.Module):
 
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
-        """Return the contributions (1+decoder depth,B,M,p*p*C) to the predictions for all masked
-        patches, and also ids_keep and ids_mask (Appendix D; f_i there is the output of decoder
-        block i, not a feature map). The first contribution is that of mask token and position, with
-        the biases of norm and head; the others are those of the decoder blocks. They sum to the
-        prediction, because the final norm is linear once its standard deviation is fixed, here to
-        that of the last block's output."""
+        """Split the predictions for all masked patches into contributions (1+decoder
+        depth,B,M,p*p*C) that sum to them (Appendix D, item 11). The first is that of mask token and
+        position, with the biases of norm and head. The others are those of the decoder blocks. Also
+        returns ids_keep and ids_mask. Here f_i is the output of decoder block i, not a feature map.
+        """
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
         parts = [x]                                                    # first f_0, then each g_i
@@ -228,12 +225,12 @@ class CrossMAE(nn.Module):
             output = block(x, y)                                       # (B, M, E) f_i from f_{i-1}
             parts.append(output - x)                                   # g_i = f_i - f_{i-1}
             x = output
-        norm, head = self.decoder_norm, self.decoder_pred              # h, item 11
+        norm, head = self.decoder_norm, self.decoder_pred              # together h in Appendix D
         std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1)
         parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
         parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
         parts = parts @ head.weight.T                      # (1+decoder depth, B, M, p*p*C) h(g_i)
-        parts[0] += head(norm.bias)                                    # both biases, once
+        parts[0] += head(norm.bias)                                    # adds both biases, once
         return parts, ids_keep, ids_mask
 
     @torch.no_grad()
@@ -244,8 +241,8 @@ class CrossMAE(nn.Module):
         parts, ids_keep, ids_mask = self.contributions(images, noise)
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
-            parts = parts * std                                        # of the true patches,
-            parts[0] += mean                                           # as is the mean, added once
+            parts = parts * std                            # the true patches' std
+            parts[0] += mean                               # their mean, added once
         paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
         cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
         for part in parts:
@@ -266,18 +263,17 @@ class CrossMAE(nn.Module):
 
 @torch.no_grad()
 def decoder_attention(mae, images):
-    """Measure the decoder attention of an MAE from mask tokens to visible tokens (class token
-    included) and to mask tokens (Table 6, the starting point of the paper), for normalised images
-    (N,C,H,W). Returns {title: rows}, one row per decoder block and one for their sum. A row has the
-    attention that a mask token pays to one visible token and to one mask token, averaged over the
-    tokens on both sides and over images, and summed over heads. It also has the share of attention
-    that goes to all visible tokens together.
+    """Measure the attention of mask tokens in an MAE's decoder (Table 6, the paper's starting
+    point), for normalised images (N,C,H,W). Returns {title: rows}, a row for each decoder block and
+    one for their sum. A row has the attention that a mask token pays to one visible token (or the
+    class token) and to one mask token. It is averaged over tokens on both sides and over images,
+    and summed over heads. A row also has the share that goes to all visible tokens together.
 
     A.1 averages over heads, but Table 6 must be summed over the 16 heads: a block's total, 50 x
     0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # mean over images, added up by parts
+    attended = 0                                           # the mean over images, added up by parts
     for part, part_noise in zip(images.split(100), noise.split(100)):
         ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
         x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)    # (B, 1+L, E)
@@ -301,28 +297,27 @@ def decoder_attention(mae, images):
             f"{len(images)} images": rows}
 
 
-# Paper and release: where they differ, and what we do. Section, table and figure numbers are those
-# of the TMLR version; an earlier, anonymous one has others.
-#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n); the release then overwrites them by
-#      Xavier's. We follow the paper. n is the number of maps (A.3), 13 for ViT-B: 12 blocks and the
-#      input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
+# Paper and release: where they differ, and what we do. Sections, tables and figures have the
+# numbers of the TMLR version; an earlier, anonymous one has others.
+#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). We follow it; the release then overwrites
+#      them by Xavier's. n is the number of maps (A.3): for ViT-B 13, with the input. (Sec. 3.4
+#      calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others predicted: with L = 64 and
 #      ratios 0.75 and 0.15 that makes 10 patches, not int(9.6) = 9.
-#   3. The masked patches with the highest noise are predicted, as in the release. This choice is
-#      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). It is not
-#      uniform for `--mask block`, where the rectangles masked first are always predicted, nor for a
-#      bool mask, where the last masked patches in raster order are.
-#   4. Mask tokens are the queries; encoder tokens, including the class token (release), are the
+#   3. As in the release, the masked patches with the highest noise are predicted. This choice is
+#      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). With `--mask
+#      block`, the rectangles masked first are always predicted; with a bool mask, the masked
+#      patches that come last in raster order.
+#   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are the
 #      keys and values. Sec. 4.4 swaps these roles and counts only visible patches; the caption of
 #      Figure 4 has "keys and queries" for keys and values.
-#   5. With mixing, the encoder has no final norm; each mix has its own. Without mixing
-#      (feature_maps "last", one map in Table 3d) the release calls a norm that it never creates; we
-#      use the encoder's final norm.
+#   5. With mixing, the encoder has no final norm; each mix has its own. With feature_maps "last"
+#      (one map in Table 3d) the release calls a norm that it never creates; we use the encoder's.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
-#   7. The softmax (Table 8) runs over the maps, separately for each decoder block; the projections
-#      (Table 9) are one per map, shared by all decoder blocks. Additional norms before mixing (A.3:
-#      no better) are not implemented.
+#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has one
+#      projection (Table 9), which all decoder blocks share. Additional norms before mixing, which
+#      A.3 finds no better, are not implemented.
 #   8. Table 3d does not say which 3 and 6 maps it uses; 3,7,11 and 1,3,5,7,9,11 would be evenly
 #      spaced. Its counts exclude the input.
 #   9. A.6 gives all ViTs MAE's decoder width, 512, which is the default here. For ViT-S the release
@@ -331,7 +326,6 @@ def decoder_attention(mae, images):
 #      masked patches together, so more queries attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is
 #      fixed: `contributions` uses that of the last block's output.
-#  12. Errata: A.6 gives 0.75 for Table 1, which also has rows with 0.25, and cites Sec. 3.4 for the
-#      learning rate scaling, which is in Sec. 3.3. The last two rows of Table 5, without and with
-#      inter-block attention, have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table
-#      4.
+#  12. Errata: Table 1 also has rows with 0.25, although A.6 gives 0.75 for it. The learning rate
+#      scaling is in Sec. 3.3, not 3.4 (A.6). The last two rows of Table 5 differ in inter-block
+#      attention, but have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.
