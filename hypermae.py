@@ -5,11 +5,12 @@ Release: https://github.com/cvlab-stonybrook/HyperMAE
 
 Learned weight tokens go through a few ViT blocks (Feat2W) with the encoded visible patches, and
 become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
-pixels: an implicit neural representation of the image, whose other layers are shared by all images.
-There are no mask tokens: a masked patch costs one pass through a small MLP.
+pixels. This MLP represents one image; its other layers are shared by all images. There are no mask
+tokens: a masked patch costs one pass through a small MLP.
 
-    B images, L patches, K visible, D encoder width, n weight tokens, h width of the PaCo-MLP
-    P predicted patches, p patch side, T (h,n) the learned transformation; M is a matrix, not L - K
+    B images, L patches, K visible, P predicted, D encoder width, n weight tokens, p patch side
+    h width of the PaCo-MLP, T (h,n) the learned transformation. (In mae.py M is the number of
+    masked patches; here it is the predicted matrix.)
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
@@ -32,10 +33,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Here c is
-    first the row, then the column, and f takes dim/2 values in periods per image, spaced
-    geometrically from 1 to sigma. The features are on coords' device, and in float32: phases up to
-    pi sigma are too large for half precision. (Same in minr.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each of
+    the two coordinates c (row, then column) is multiplied by dim/2 frequencies f. They run
+    geometrically from 1 to sigma periods per image: dim 4 and sigma 8 give 1 and 8. Features are on
+    coords' device, in float32, as half precision cannot hold phases up to pi sigma. (Same in
+    minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -43,8 +45,7 @@ def fourier_features(coords, dim, sigma):
 
 class HyperMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper (Table 3, Sec. 5.3): ViT-B/16, here with normalised targets
-    (item 6).
+    features. Defaults follow the paper (Table 3, Sec. 5.3), but targets are normalised (item 6).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -59,14 +60,14 @@ class HyperMAE(nn.Module):
         pe_dim: number of cosine features, and of sine features (release)
         pe_sigma: highest frequency of the Fourier features, in periods per image (release)
         out_bias: constant added to the predicted pixels (release)
-        relu_around_m: ReLU before and after M, as in the text (Sec. 2.2)
+        relu_around_m: put a ReLU before and after M, as the text does (Sec. 2.2)
         loss_on: patches in the loss: masked or all (Table 11)
     """
 
-    recipe = dict(  # Table 12; batch 512 on ImageNet-100 (Sec. 5.4); flip, crop's scale: release
+    recipe = dict(  # Table 12, with the release's crop and flip; ImageNet-100: batch_size 512
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    # ours, for images up to 64 pixels or the micro encoder: first for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
@@ -98,7 +99,7 @@ class HyperMAE(nn.Module):
             torch.empty(n_weight_tokens, dim).normal_(std=0.02))
         self.feat2w_blocks = nn.ModuleList(
             Block(dim, heads) for _ in range(feat2w_depth - shared_blocks))
-        self.proj = nn.Linear(dim, hidden_dim)                         # Proj
+        self.proj = nn.Linear(dim, hidden_dim)                         # Sec. 2.2
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
         shapes = list(zip(widths, widths[1:]))             # inputs and outputs of each layer
         rows, _ = shapes.pop(modulated_layer)              # M's inputs: h, or 2 pe_dim
@@ -108,15 +109,15 @@ class HyperMAE(nn.Module):
         init_weights(self)
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images and turn them, by Feat2W, into the
-        layer M (B,h,h) of the PaCo-MLP (Sec. 2.2); (B,2*pe_dim,h) if modulated_layer is 0. (The
-        paper counts Feat2W as a part of the decoder.)"""
+        """Encode the visible patches ids_keep (B,K) of images. Returns the layer M of the PaCo-MLP
+        that Feat2W predicts from them: (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h) (Sec.
+        2.2). The paper counts Feat2W as a part of the decoder."""
         n = len(self.weight_tokens)
-        unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks for F alone
+        unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks without Feat2W
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
-            x = block(x)                                   # (B, 1+K, D) F^12, if none is shared
+            x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
@@ -127,7 +128,7 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """Map coordinates (B,P,2), or (P,2) for all images, to pixels (B,P,p*p*C) by the PaCo-MLP
         (Sec. 2.2, Algorithm 1). M (B,h,h) is a layer without a bias (item 7). A ReLU follows every
-        layer but the last; those right before and after M are left out unless relu_around_m is set
+        layer except the last. Without relu_around_m, the ones right before and after M are left out
         (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
@@ -144,9 +145,9 @@ class HyperMAE(nn.Module):
         return z + self.out_bias                                       # (B, P, p*p*C) item 3
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random if None.
-        The loss is the mean squared error over the predicted patches (Algorithm 1), a float32
-        scalar; metrics is {"loss": the detached loss}."""
+        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
+        default. The loss, a float32 scalar, is the mean squared error over the predicted patches
+        (Algorithm 1); metrics is {"loss": the detached loss}."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         M = self.encode(images, ids_keep)                  # (B, h, h) or (B, 2 pe_dim, h)
         ids = ids_mask                                                 # (B, M) item 4
@@ -161,7 +162,7 @@ class HyperMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted, even visible ones, which only loss_on "all" trains.
+        = masked. All patches are predicted. Only loss_on "all" trains the visible ones, too.
         mask_ratio defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -174,24 +175,21 @@ class HyperMAE(nn.Module):
 
 
 # Paper and release: where they differ, and what we do
-#   1. Sec. 2.2 has a ReLU after every hidden layer, Algorithm 1 shows none, and the release has
-#      none right before and after M, where three linear layers follow one another. We follow the
-#      release by default, and the text with `relu_around_m`.
+#   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has none
+#      right before and after M, so three linear layers follow one another. We follow the release
+#      by default, and the text with `relu_around_m`.
 #   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release creates it but never calls
-#      it: Feat2W gets the last block's output. We leave it out and, as in the release, have no norm
-#      after Feat2W either. Weight tokens and T start with standard deviation 0.02, as in the
-#      release.
+#      it. Here it does not exist, and as in the release there is no norm after Feat2W either.
+#      Weight tokens and T are drawn with std 0.02, as in the release.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
-#   4. The release predicts all patches and projects all Feat2W tokens; Algorithm 1, which we
-#      follow, predicts only the masked patches and projects only the weight tokens. Sec. 2.2 puts
-#      the weight tokens after the encoded patches, Algorithm 1 before them. The result is the same,
-#      as weight tokens have no positions; here they come last.
+#   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight
+#      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
+#      weight tokens come last; in Algorithm 1 they come first. Attention does not depend on it.
 #   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
 #      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256). The centres
 #      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release's go to 1024.
-#   6. Table 3 uses plain targets, but Table 1 shows that normalised ones work better: on by
-#      default.
+#   6. Targets are normalised by default, which Table 1 shows to work better; Table 3's are plain.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising is the exact inverse.
-#   8. Sec. 2.2 allows M to be any of the l layers, h x h. It cannot be the last one, which outputs
-#      pixels; as the first one (0 in Table 7), which has 2*pe_dim inputs, M is 2*pe_dim x h.
+#   8. In Sec. 2.2, M can be any of the l layers and is h x h. It cannot be the last layer, which
+#      outputs pixels. The first one (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
