@@ -8,8 +8,8 @@ F_2, turn its output into a latent for each image. From this a shared MAE decode
 image. A frozen MAE, the teacher, sees the unmixed image and gives the latent a target.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    mix = alpha images + (1-alpha) partners; x_1 is the subordinate image of a pair, of the smaller
-    weight, x_2 the dominant one; z_i = F_i(encoder(mix)) the latent for x_i, w_i the teacher's
+    mix = alpha images + (1-alpha) partners; x_1 is the subordinate image of a pair (with less
+    weight), x_2 the dominant one; z_i = F_i(encoder(mix)) is the latent for x_i, w_i the teacher's
     mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
@@ -319,7 +319,7 @@ def draw_partners(indices, labels, same_class, generator):
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
     # Sort the images by class. A partner of the same class is at another place in the image's
     # block, counting on from the image and around. One of another class is at a place outside it,
-    # counting on from the block's end and around. (Example: labels 1 0 1 0, indices 0 1 2 3.)
+    # counting on from its end and around. The numbers are for labels 1 0 1 0, indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
     place = by_class.argsort()[indices]                    # of each image in by_class (2 0 3 1)
     sizes = labels.bincount()                              # of the blocks (2 2)
