@@ -256,7 +256,7 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def measures(self, train, val):
-        """Measure linear separability, in a way of ours, for normalised images val (N,C,H,W).
+        """Measure linear separability on normalised images val (N,C,H,W); the measure is ours.
         Returns {title: rows} with a row {name: number} for each weight in ALPHAS, or {} for fewer
         than 10 images. The title explains the numbers. Linear maps are fitted on images `train`."""
         if len(val) < 10:
@@ -321,18 +321,18 @@ def draw_partners(indices, labels, same_class, generator):
     # block, counting on from the image and around. One of another class is at a place outside it,
     # counting on from its end and around. The numbers are for labels 1 0 1 0, indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
-    place = by_class.argsort()[indices]                    # of each image in by_class (2 0 3 1)
-    sizes = labels.bincount()                              # of the blocks (2 2)
-    size = sizes[labels[indices]]                          # of each image's block (2 2 2 2)
-    start = (sizes.cumsum(0) - sizes)[labels[indices]]     # of each image's block (2 0 2 0)
-    mate = start + (place - start + 1 + choose(size - 1)) % size       # a place (3 1 2 0)
-    other = (start + size + choose(N - size)) % N          # a place (for image 0: 0 or 1)
-    return by_class[torch.where(same, mate, other)]        # images (if all are mates: 2 3 0 1)
+    place = by_class.argsort()[indices]                    # place of each image (2 0 3 1)
+    sizes = labels.bincount()                              # size of each block (2 2)
+    size = sizes[labels[indices]]                          # size of each image's block (2 2 2 2)
+    start = (sizes.cumsum(0) - sizes)[labels[indices]]     # start of each image's block (2 0 2 0)
+    mate = start + (place - start + 1 + choose(size - 1)) % size   # place in its block (3 1 2 0)
+    other = (start + size + choose(N - size)) % N          # place outside it (image 0: 0 or 1)
+    return by_class[torch.where(same, mate, other)]        # with mates only: images (2 3 0 1)
 
 
 def check_same_class(labels, classes, same_class):
     """Raise InputError if draw_partners could not find partners for a fraction same_class among
-    images with labels (N,). Unlabelled images have no class names `classes`."""
+    images with labels (N,). Without labels, `classes`, the class names, is empty."""
     if same_class is None:
         return
     sizes = labels.unique(return_counts=True)[1]           # of each class
@@ -363,9 +363,8 @@ def teacher_of(checkpoint, config):
 #   1. In Algorithm 1 nothing is masked, and the teacher gets the unmixed images. In the release it
 #      gets the student's visible patches, but of the mixture, for both latents. Here it gets the
 #      student's visible patches of the unmixed images.
-#   2. Algorithm 1's l2_loss(z1, x1) means w1. Both have the decoder's width: w_i follows the
-#      teacher's decoder embedding, z_i follows F_i. The loss averages over all their values,
-#      including the class token's (release).
+#   2. Algorithm 1's l2_loss(z1, x1) means w1. As in the release, w_i follows the teacher's decoder
+#      embedding and z_i follows F_i, and the loss is their mean, including the class token.
 #   3. In Algorithm 1, x1 and x2 are first images and partners, and then our x_1 and x_2. At exactly
 #      alpha = 0.5, images are subordinate, as in the release; in Algorithm 1 partners are.
 #   4. The branches' losses are added, not averaged (the paper and the release).
@@ -376,8 +375,7 @@ def teacher_of(checkpoint, config):
 #      the release, PyTorch's default).
 #   7. The paper mixes within the batch, as does `forward` without partners. train.py draws partners
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
-#   8. On ImageNet, Section 1 uses MAE's settings, including blr 1.5e-4, but Table 1 says blr 1e-3;
-#      we follow Table 1. To classify, Section 1 uses a mask ratio of 0.75 (our default) and
-#      `--norm_pix_loss`; for figures, 0.5 and plain targets. Settings given by neither are MAE's,
-#      including the 800 epochs (release: 400).
+#   8. On ImageNet, Section 1 uses MAE's blr, 1.5e-4, but Table 1 says 1e-3, which we follow. To
+#      classify, Section 1 uses mask ratio 0.75 (our default) and `--norm_pix_loss`; for figures,
+#      0.5 and plain targets. Settings in neither are MAE's, e.g. 800 epochs (release: 400).
 #   9. The release's figures paste in the visible patches of x_1; ours, those of the mixture.

@@ -47,8 +47,8 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, which "paper" means below. Defaults follow it, e.g. with a grid of 14 x 14 patches in
-    182 x 182 pixels (item 1). Where it gives no value, they follow the release.
+    the paper, called "paper" below. Defaults follow it, e.g. with a grid of 14 x 14 patches in 182
+    x 182 pixels (item 1). Where it gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -258,12 +258,10 @@ class MINR(nn.Module):
 #   1. The paper's "14 x 14 patches" of 182 x 182 pixels can mean a grid of 14 x 14 patches or
 #      patches of 14 x 14 pixels. We use the grid, because the release masks patches of 13 pixels.
 #      These are also our tokens; the release's are patches of 9 pixels.
-#   2. The release masks each patch independently with probability 0.75; we mask the same number in
-#      every image.
+#   2. The release masks each patch with probability 0.75; we mask the same number in every image.
 #   3. In the paper TransINR predicts all weights; GINR has no formula there. In the release both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We follow it.
-#   4. The release's modulated GINR layers also hold shared weights that are never used; we leave
-#      them out.
+#   4. Modulated GINR layers of the release also have unused shared weights. Ours have none.
 #   5. As in the release, every column of weights is scaled to length 1, in shared layers too, and
 #      `out_bias` is added to the colours.
 #   6. The release's ViT has learned positions and dropout. Ours, vit.ViT, has fixed positions and a
@@ -273,6 +271,6 @@ class MINR(nn.Module):
 #      centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
 #   8. The paper claims fewer parameters than MAE, which depends on the sizes and is not tested
 #      here. GINR predicts 65,536 numbers for one layer of full rank, TransINR 66,304 for all five.
-#   9. As in the release, V is drawn by PyTorch's default for linear layers, but in the transposed
-#      layout, so that the bound is 1/sqrt(outputs). Columns are normalised, so the scale matters
-#      only relative to the learning rate.
+#   9. As in the release, shared weights (a,b) have PyTorch's default for linear layers, but in the
+#      transposed layout, so that the bound is 1/sqrt(outputs). Columns are normalised, so the scale
+#      matters only relative to the learning rate.
