@@ -210,7 +210,7 @@ class IMAE(nn.Module):
             return {}
         x_1, x_2, rows = images[:1], images[1:2], []
         for alpha in ALPHAS:
-            decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))  # of each branch
+            decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))
             mix, _ = self.mix_images(x_1, x_2, alpha)
             masked = mix * (1 - self.encoder.pixels_of(mask))
             pasted = self.encoder.copy_visible(decoded[0], mix, mask)  # item 9

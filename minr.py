@@ -149,12 +149,12 @@ class MINR(nn.Module):
         """Turn weight tokens (B,G,D), grouped by modulated layer, into all layers of the MLP, a
         list of (W, bias) (Sec. 3.2, item 3). U is predicted from the image, V is shared by all:
 
-            GINR       W = U V               (B,a,b) from U (B,a,g) and V (g,b): rank at most g
-            TransINR   W = [U U ... U] * V   (B,a,b) from U (B,a,g) and V (a,b), elementwise
-            neither    W = V                 (a,b)
+            GINR           W = U V               (B,a,b) from (B,a,g) and (g,b): rank at most g
+            TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
+            other layers   W = V                 (a,b)
 
-        Column k of U comes from the layer's k-th weight token. Every column of W is then scaled to
-        length 1 (item 5). Biases (b,) are shared."""
+        Column k of U is to_weights of the layer's k-th weight token. Every column of W is then
+        scaled to length 1 (item 5). Biases (b,) are shared."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
         for i, (V, bias) in enumerate(zip(self.weights, self.biases)):
@@ -174,7 +174,7 @@ class MINR(nn.Module):
         (N,2), the same for all images, or (B,N,2). With (N,2), layers before the first
         image-specific one run once for all images. Under autocast colours are still float32."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
-        x = x.to(layers[0][0].dtype)                       # (N, a_0) as the weights of layer 0
+        x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
             x = x @ W                                                  # (N, b_i), then (B, N, b_i)
             x = F.relu(x + bias.to(x.dtype))   # under autocast, a float32 bias would promote x

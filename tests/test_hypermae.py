@@ -9,6 +9,7 @@ import hypermae
 import minr
 from hypermae import HyperMAE, fourier_features
 from tests.test_methods import build, images_and_noise
+from train import method_arguments
 
 
 def test_minr_has_the_same_coordinates_and_features():
@@ -65,3 +66,17 @@ def test_shared_blocks():
             x = block(x)
         M = model.T @ model.proj(x[:, -3:])
         assert torch.allclose(model.encode(images, ids_keep), M, atol=1e-6)
+
+
+def test_coordinates_keep_float32(spy):
+    """Under autocast, too: at 1,024 periods per image, bfloat16 would make them noise."""
+    seen = spy(hypermae, "fourier_features", lambda coords, dim, sigma: coords.dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        build("hypermae")(*images_and_noise())
+    assert seen == [torch.float32]
+
+
+def test_defaults_of_the_release():
+    """Those that the paper does not give; and normalised targets (item 6)."""
+    wanted = dict(norm_pix_loss=True, pe_dim=128, pe_sigma=1024.0, out_bias=0.5, shared_blocks=0)
+    assert wanted.items() <= method_arguments(HyperMAE).items()

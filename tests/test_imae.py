@@ -74,8 +74,10 @@ def test_bare_call():
 @pytest.mark.parametrize("branches", [1, 2])
 def test_starts_from_an_mae(branches):
     """An MAE's decoder embedding becomes that of all branches (item 6), so that both predict the
-    same for unmixed images."""
+    same for unmixed images. By default all decoder sizes are MAE's."""
     mae, model = MAE(**SMALL, **DECODER), build("imae", branches=branches, norm_pix_loss=True)
+    ours, theirs = train.method_arguments(IMAE), train.method_arguments(MAE)
+    assert all(ours[key] == theirs[key] for key in DECODER)
     model.load_state_dict(model.from_mae(mae.state_dict()))
     assert all(torch.equal(F.weight, mae.decoder_embed.weight) for F in model.decoder_embed)
     images, noise = images_and_noise()
@@ -116,7 +118,8 @@ def test_ridge_r2():
     assert abs(ridge_r2(x[fit], other[fit], x[val], other[val])) < 0.1
     r2, again = (ridge_r2(s * x[fit], half[fit], s * x[val], half[val]) for s in (1, 1e-3))
     assert abs(r2 - 0.5) < 0.12 and again == pytest.approx(r2)         # at any scale
-    assert ridge_r2(x[fit], linear[fit], x[val], linear[val] + 100) < 0.1
+    for shift in (0, 100), (100, 0):
+        assert ridge_r2(x[fit], linear[fit], x[val] + shift[0], linear[val] + shift[1]) < 0.1
 
 
 @pytest.mark.parametrize("branches, teacher", [(1, TEACHER), (2, TEACHER), (2, None)])
@@ -158,10 +161,10 @@ def test_measures_find_what_exists():
 
 
 def test_latents_of_many_images():
-    """Each is mixed with its predecessor, also across the pieces of 250."""
-    model, images = build("imae", teacher=TEACHER), images_and_noise(252)[0]
+    """Each is mixed with its predecessor, also across the pieces of 250. 12 patches are visible."""
+    model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
     whole, end = (model.latents(x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
-    assert torch.allclose(whole[249:], end[1:], atol=1e-5)
+    assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
 
 
 def test_figure():

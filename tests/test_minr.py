@@ -65,7 +65,8 @@ def test_pixels_of_a_training_step(spy):
     """pixel_fraction renders so many different ones. coord_jitter moves each coordinate within its
     pixel. In evaluation all are rendered, in the middle."""
     seen = spy(MINR, "decode", lambda self, coords, layers: coords)
-    model, (images, noise) = build("minr", pixel_fraction=0.3), images_and_noise()
+    model = build("minr", pixel_fraction=0.3, coord_jitter=True)
+    images, noise = images_and_noise()
     model(images, noise)
     assert seen[-1].shape == (116, 2)                      # 0.3 * 384, rounded up
     assert len({tuple(c) for c in seen[-1].tolist()}) == 116
@@ -131,6 +132,7 @@ def test_defaults(kind, groups, sigma):
     assert len(model.encoder.blocks) == 6 and model.encoder.dim == 768
     assert [tuple(W.shape) for W in model.weights] == [(256, 256)] * 4 + [(256, 3)]
     assert MINR.mean == (0.0, 0.0, 0.0) and MINR.std == (1.0, 1.0, 1.0)
+    assert (model.out_bias, model.ff_dim, model.loss_on) == (0.5, 128, "all")
 
 
 def test_initial_weights():
