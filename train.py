@@ -101,6 +101,9 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         history = resume(last, model, optimizer, scaler, content, args)
     elif args.rank == 0:
         last.unlink(missing_ok=True)                       # so that --resume does not continue it
+    start = history[-1]["epoch"] if history else 0
+    require(mean_over_processes({"start": start}, args.world, args)["start"] == start,
+            f"not all processes find the same {last} to resume: --runs must be on a shared disk")
     describe(args, model, train, val)
     net = wrap(model, args)
 
@@ -121,7 +124,6 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
             if columns:
                 save_picture(columns, folder / "recon.png")
 
-    start = history[-1]["epoch"] if history else 0
     if args.epochs == 0 and not history:                   # a model that was not trained
         history.append({"epoch": 0})
         evaluate_and_save(history[0])
@@ -513,11 +515,14 @@ def open_data(name, img_size, args):
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        if args.local_rank > 0:
-            dist.barrier()                                 # the machine's first process downloads
-        sets = [kind("data", train=train, download=True) for train in (True, False)]
-        if args.local_rank == 0 and args.world > 1:
-            dist.barrier()
+        # One process downloads; then each machine's first one, in case that it has its own disk.
+        # The others find the files.
+        turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
+        for i in range(3):
+            if i == turn:
+                sets = [kind("data", train=train, download=True) for train in (True, False)]
+            if args.world > 1:
+                dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
                     for s in sets]
     else:
@@ -533,9 +538,11 @@ def open_data(name, img_size, args):
 
 
 def open_folder(root, img_size, args):
-    """Return the train and val ImageDataset of a folder, and their (H, W). Images are kept in
-    memory if they take less than 4 GiB and, in a sample of 50, none is larger than img_size (if
-    that is None: all are below 224 pixels). Otherwise files are read every epoch."""
+    """Return the train and val ImageDataset of a folder, and their (H, W).
+
+    Images are kept in memory if train and val, once for each process of this machine, take at most
+    MEMORY bytes, and none of 50 samples is larger than img_size (without img_size: all are smaller
+    than 224 pixels). Otherwise files are read every epoch."""
     train, val = [ImageDataset(*part) for part in list_folder(root)]
     n = len(train.labels)
     shapes = [train[i][0].shape for i in range(0, n, math.ceil(n / 50))]
@@ -552,7 +559,8 @@ def open_folder(root, img_size, args):
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
         if (high, wide) != (H, W):
             print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
-    in_memory = fits and 3 * n * H * W < 4 * 1024 ** 3
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # on a GPU they are in its memory
+    in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
     for dataset in (train, val):         # for files the central 7/8, as in MAE: 224 of 256 pixels
         dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
         if in_memory:
@@ -591,6 +599,7 @@ def list_folder(root):
     return [(part, [-1] * len(part), []) for part in (train, val)]
 
 
+MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
 # A worker loads this many images at a time. A batch of 4,096 from one worker would take 12 s at
 # the start of each epoch, and 9.9 GB of shared memory.
 PIECE = 64

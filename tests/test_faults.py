@@ -297,6 +297,29 @@ def test_a_kill_of_one_of_two_processes(words):
     alike("killed")
 
 
+def as_machine(*words):
+    """Do as script, on a machine of its own with its own --runs, and write down its exit code."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    try:
+        script("train.py", *words, "--runs", f"runs{rank}")
+    except SystemExit as stop:
+        Path(f"code{rank}").write_text(str(stop.code))
+
+
+def test_resuming_on_machines_without_a_shared_disk(words):
+    """Only the first one has a checkpoint: both stop, each with one line, and nothing is lost."""
+    assert ended(fork(torchrun, as_machine, *words("x", 2)))[0] == 0
+    last, log = (Path("runs0/x", name) for name in ("last.pt", "log.jsonl"))
+    before = last.read_bytes(), log.read_bytes()
+    assert not Path("code0").exists() and not Path("runs1/x/last.pt").exists()
+    _, lines = ended(fork(torchrun, as_machine, *words("x", 3)))
+    assert [Path(f"code{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert len(lines) == 2 and (last.read_bytes(), log.read_bytes()) == before
+    for rank in range(2):
+        assert any(f"the same runs{rank}/x/last.pt to resume" in line for line in lines), lines
+
+
 def test_a_full_disk(words):
     """The last checkpoint stays, and one line says what happened."""
     resource = pytest.importorskip("resource", reason="Unix only")

@@ -62,6 +62,16 @@ def test_class_folders_in_memory(folder):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_memory_of_a_folder(folder, monkeypatch, processes):
+    """Train and val are kept in memory together, by each process of the machine, or not at all."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for limit, in_memory in ((0, True), (-1, False)):
+        monkeypatch.setattr(train, "MEMORY", processes * (40 + 11) * 3 * 16 * 16 + limit)
+        for part in train.open_data(str(folder), None, settings())[:2]:
+            assert torch.is_tensor(part.images) == in_memory
+
+
 def test_train_images(folder):
     """--train_images keeps a fixed random part, in memory or as files; all validation images stay.
     """
@@ -220,26 +230,48 @@ def test_decoders(tmp_path):
         assert torch.equal(got, v2.functional.pil_to_tensor(wanted)), name
 
 
-def test_cifar_is_downloaded_by_one_process(tmp_path, monkeypatch):
-    """The other one waits. --train_images keeps the same ones again. Other sizes work."""
-    class Stub:
-        classes = ["a", "b"]
+class Cifar:
+    """Stands for torchvision's. A download fails while another one goes on in the same folder."""
+    classes = ["a", "b"]
 
-        def __init__(self, root, train=True, download=False):
-            if download and not Path(root).is_dir():
-                time.sleep(0.5)
-                Path(root).mkdir()                         # fails if two do it at a time
-            assert Path(root).is_dir()
-            n = 16 if train else 4
-            self.data = np.random.default_rng(n).integers(0, 256, (n, 32, 32, 3), "uint8")
-            self.targets = [0, 1] * (len(self.data) // 2)
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
+    def __init__(self, root, train=True, download=False):
+        if download and not Path(root).is_dir():
+            time.sleep(0.5)
+            Path(root).mkdir()
+        assert Path(root).is_dir()
+        n = 16 if train else 4
+        self.data = np.random.default_rng(n).integers(0, 256, (n, 32, 32, 3), "uint8")
+        self.targets = [0, 1] * (len(self.data) // 2)
+
+
+def on_nodes(shared, *words):
+    """Do as script, on two nodes of two processes each, whose working folder is shared or not."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    if not shared:
+        Path(f"node{rank // 2}").mkdir(exist_ok=True)
+        os.chdir(f"node{rank // 2}")
+    script(*words)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_cifar_is_downloaded_once_on_each_disk(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     monkeypatch.chdir(tmp_path)
-    together("train.py", "--data", "cifar10", *TINY, *DECODER, "--epochs", "0")
-    assert train.read("runs/mae_cifar10")["config"]["img_size"] == (32, 32)
+    together(shared, "train.py", "--data", "cifar10", *TINY, *DECODER, "--epochs", "0", processes=4,
+             work=on_nodes)
+    assert train.read(next(Path().rglob("last.pt")))["config"]["img_size"] == (32, 32)
+    assert [str(path) for path in sorted(Path().rglob("data"))] == (
+        ["data"] if shared else ["node0/data", "node1/data"])
+
+
+def test_cifar(tmp_path, monkeypatch):
+    """--train_images keeps the same ones again. Other sizes work."""
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
+    monkeypatch.chdir(tmp_path)
     images = train.open_data("cifar10", None, settings())[0].images
     assert images.is_contiguous()
-    assert torch.equal(images[5, :, 7, 9], torch.tensor(Stub("data").data[5, 7, 9]))
+    assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
     train.main(["--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32", "--name", "larger"])
     assert train.read("runs/larger")["config"]["img_size"] == (48, 32)
     some, again = (train.open_data("cifar10", None, settings(train_images=9))[0].images
