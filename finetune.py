@@ -9,7 +9,6 @@ Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the re
 The end of this file lists where they differ. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (LAYOUT, SHARED, add_options, add_recipe, apply_recipe, autocast, crop_batch,
+from train import (LAYOUT, Parser, add_options, add_recipe, apply_recipe, autocast, crop_batch,
                    crop_transform, data_of, fit, initialize, mean_over_processes, name_run, number,
-                   open_data, read, refuse_flags, run_cli, val_batches, vit_config)
+                   open_data, read, run_cli, run_of, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
@@ -31,13 +30,12 @@ def finetune(args):
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     require(args.checkpoint or args.mode == "scratch",
             f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
-    if args.mode == "knn":
-        refuse_flags(args, "--mode knn", [*TRAINING, "name", "eval_every"])
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint:
         source = read(args.checkpoint, args.heads)
     args.data = data_of(source, args.checkpoint, args)
-    name_run(args, run_name(args, source["flags"].get("data")))
+    if args.mode != "knn":
+        name_run(args, run_name(args, source["flags"].get("data")))
     train, val, img_size = open_data(
         args.data, args.img_size or source["config"].get("img_size"), args)
     require(train.classes, f"--data {args.data} has no labels: put the images into class folders "
@@ -49,8 +47,6 @@ def finetune(args):
     require(args.mode != "linear" or args.batch_size > args.world * args.accum,
             f"--batch_size {args.batch_size}: the BatchNorm of --mode linear needs at least two "
             f"images per process and --accum piece")
-    if args.eval_every is None:                            # few labels make short epochs
-        args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     args.pairs = args.same_draws = False                   # each process draws its own drop path
 
     torch.manual_seed(args.seed)
@@ -79,6 +75,8 @@ def finetune(args):
         print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}, by "
               f"{k} of {len(train.labels)} neighbours; largest class {largest:.2f} %")
         return row
+    if args.eval_every is None:                            # few labels make short epochs
+        args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
     make_inputs = augmentation(train, model, img_size, args)
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
 
@@ -97,12 +95,7 @@ def finetune(args):
 
 def run_name(args, source_data):
     """Name a run after its checkpoint, mode, data (unless the checkpoint's) and labels (if few)."""
-    # runs/NAME and runs/NAME/last.pt give NAME, a released file its own name
-    path = Path(args.checkpoint or "scratch").absolute()
-    name = path.name if path.is_dir() else path.stem       # a folder's name may have a dot
-    words = [path.parent.name if name == "last" else name]
-    if args.checkpoint:
-        words.append(args.mode)
+    words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if not args.checkpoint or args.data != source_data:
         words.append(Path(args.data).resolve().name)
     if args.labels < 1:
@@ -263,8 +256,6 @@ RECIPES = {  # mode: recipe and small
     "finetune": (FINETUNE, dict(SMALL, lr=2e-3)), "linear": (LINEAR, SMALL),
     "knn": (FINETUNE, SMALL), "eval": (FINETUNE, SMALL),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
-# the flags of training, which the modes knn and eval do not use
-TRAINING = [name for name in {**SHARED, **FINETUNE} if name != "batch_size"]
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -287,6 +278,8 @@ def knn(model, train, args, img_size, temperature=0.07):
     """Return score(images) -> (b,classes): votes of the --k most similar training images, weighted
     by exp(cosine / temperature) (Wu et al. 2018). Features are pooled as set by --pool and
     normalised to unit length."""
+    torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
+
     def embed(images):
         with autocast(args):
             features = model.features(normalize(images, model))
@@ -302,7 +295,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
     def score(images):
         features = embed(images)                                       # (b, width)
-        with torch.autocast(args.device.type, enabled=False):  # in half precision many would tie
+        with torch.autocast(args.device.type, enabled=False):  # in 16 bits many would tie
             cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
@@ -312,8 +305,6 @@ def knn(model, train, args, img_size, temperature=0.07):
 def evaluate_checkpoint(args):
     """Run --mode eval: print top-1 and top-5 of a checkpoint with a head. Nothing is written."""
     require(args.checkpoint, "--mode eval needs --checkpoint FILE")
-    refuse_flags(args, "--mode eval", [*TRAINING, "name", "eval_every", "train_images", "pool",
-                                       "img_size", "patch_size", "size", "dim", "depth"])
     content = read(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released one
@@ -338,32 +329,8 @@ def evaluate_checkpoint(args):
 
 
 # ------------------------------------------------------------------------------- the command line
-def main(argv=None):
-    """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict or,
-    in the modes knn and eval, which write nothing, {"top1", "top5"}."""
-    parser = argparse.ArgumentParser("finetune.py", **LAYOUT)
-    option = parser.add_argument
-    option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
-           help="finetune, linear (probe), knn (nearest neighbours), scratch (random weights; only "
-                "the sizes of a --checkpoint are used) or eval (evaluate a fine-tuned checkpoint) "
-                "(finetune)")
-    mode = parser.parse_known_args(argv)[0].mode
-    option("--checkpoint", metavar="FILE",
-           help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
-    option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
-           help="fraction of each class's labels to train on, at least one label (1)")
-    option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
-           "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all extra "
-           f"tokens joined, or all patch tokens if there are none. Default for MINR: joined or, if "
-           f"that makes more than {MOST_FEATURES} numbers, extra; for other methods (mean)")
-    option("--k", type=number(int, 1), default=20, help="neighbours of --mode knn (20)")
-    if mode in ("linear", "knn"):
-        option("--norm", action=argparse.BooleanOptionalAction,
-               help="end the frozen encoder with a LayerNorm, or without (as in the checkpoint)")
-    add_options(parser)
-    recipe, small = RECIPES[mode]
-    note = ", which uses only --batch_size" if mode in ("knn", "eval") else ""
-    add = add_recipe(parser, f"recipe of --mode {mode}{note}", recipe, small)
+def add_augmentation(add, mode):
+    """Add the flags of fine-tuning's recipe, with the function from train.add_recipe."""
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
         metavar="N")
@@ -373,10 +340,47 @@ def main(argv=None):
     add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
         "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
     add("smoothing", "label smoothing", type=fraction, metavar="X")
-    add("drop_path", "drop path rate (stochastic depth) of the last block", type=fraction,
-        metavar="X")
-    add("layer_decay", "learning rate of a layer, relative to that of the layer after it; 1: no "
-        "decay", type=fraction, metavar="X")
+    if mode != "linear":                                   # there the encoder is frozen
+        add("drop_path", "drop path rate (stochastic depth) of the last block", type=fraction,
+            metavar="X")
+        add("layer_decay", "learning rate of a layer, relative to that of the layer after it; 1: "
+            "no decay", type=fraction, metavar="X")
+
+
+def main(argv=None):
+    """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict or,
+    in the modes knn and eval, which write nothing, {"top1", "top5"}."""
+    parser = Parser("finetune.py", **LAYOUT)
+    option = parser.add_argument
+    option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
+           help="finetune, linear (probe), knn (nearest neighbours), scratch (random weights; only "
+                "the sizes of a --checkpoint are used) or eval (evaluate a fine-tuned checkpoint) "
+                "(finetune)")
+    mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags there are
+    training = mode not in ("knn", "eval")
+    option("--checkpoint", metavar="FILE",
+           help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
+    if mode == "eval":
+        option("--heads", type=number(int, 1), metavar="N", help="attention heads of a released "
+               "encoder of an unusual size")
+    else:
+        option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
+               help="fraction of each class's labels to use, at least one label (1)")
+        option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
+               "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all "
+               "extra tokens joined, or all patch tokens if there are none. Default for MINR: "
+               f"joined or, if that makes more than {MOST_FEATURES} numbers, extra; for other "
+               "methods (mean)")
+    if mode == "knn":
+        option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
+    if mode in ("linear", "knn"):
+        option("--norm", action=argparse.BooleanOptionalAction,
+               help="end the frozen encoder with a LayerNorm, or without (as in the checkpoint)")
+    add_options(parser, mode != "eval", training)
+    recipe, small = RECIPES[mode]
+    add = add_recipe(parser, f"recipe of --mode {mode}", recipe, small, training)
+    if training:
+        add_augmentation(add, mode)
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
         f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n"

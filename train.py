@@ -25,7 +25,7 @@ from datetime import timedelta
 from functools import partial
 from glob import glob
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
 from minr import MINR
 from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, InputError, denormalize, from_released,
-                 grid_of, linear_patch_embed, mask_noise, normalize, pair, require, sizes_of,
+                 grid_of, mask_noise, normalize, pair, require, sizes_of,
                  transfer, visible_count)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
@@ -56,8 +56,11 @@ def pretrain(args):
     flags and, from start_processes, rank, world, local_rank, device and dtype."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
-    train, val, img_size = open_data(args.data, args.img_size, args)
-    model, config = build_model(args, train, img_size)
+    init = read(args.init, args.heads) if args.init else {"config": {}}
+    img_size = args.img_size or init["config"].get("img_size")
+    train, val, img_size = open_data(args.data, img_size, args)
+    model, config = build_model(args, train, img_size, init)
+    del init                                               # its weights are in the model now
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
     args.same_draws = True                                 # of MINR's pixels, see train_step
     if train.transform:                                    # files: crop at random, not the centre
@@ -87,23 +90,17 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     """Train for --epochs and return the last row of log.jsonl. make_inputs(images, labels) returns
     the model's arguments; evaluate() returns {name: value} and the columns of recon.png, or None;
     `content` is saved in last.pt."""
-    require(args.batch_size <= len(train.labels), f"--batch_size {args.batch_size} exceeds the "
-                                                  f"{len(train.labels)} training images")
-    require(args.batch_size % (args.world * args.accum) == 0,
-            f"--batch_size {args.batch_size} is not divisible by {args.world} processes x --accum "
-            f"{args.accum}")
-    optimizer, history = make_optimizer(args, groups), []
+    n, pieces = len(train.labels), args.world * args.accum
+    require(args.batch_size <= n, f"--batch_size {args.batch_size} exceeds the {n} training images")
+    require(args.batch_size % pieces == 0, f"--batch_size {args.batch_size} is not divisible by "
+                                           f"{args.world} processes x --accum {args.accum}")
+    optimizer = make_optimizer(args, groups)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
     folder = Path(args.runs, args.name)
     folder.mkdir(parents=True, exist_ok=True)
     last, log = folder / "last.pt", folder / "log.jsonl"
-    if args.resume and last.exists():
-        history = resume(last, model, optimizer, scaler, content, args)
-    elif args.rank == 0:
-        last.unlink(missing_ok=True)                       # so that --resume does not continue it
+    history = resume(last, model, optimizer, scaler, content, args)
     start = history[-1]["epoch"] if history else 0
-    require(mean_over_processes({"start": start}, args.world, args)["start"] == start,
-            f"not all processes find the same {last} to resume: --runs must be on a shared disk")
     describe(args, model, train, val)
     net = wrap(model, args)
 
@@ -142,7 +139,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
 
 
 def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
-    """Train for an epoch and return its row of the log. Exits if loss or weights are not finite."""
+    """Train for an epoch and return its row of the log."""
     totals, steps = {}, len(train.labels) // args.batch_size
     epoch_seed = hash((args.seed, epoch))                  # of integers: the same everywhere
     batches = draw_batches(train, steps, epoch_seed, args)
@@ -163,10 +160,8 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0) + value
         if step % 20 == 0 or step == steps:                # the loop's only host-device sync
-            check = [metrics["loss"], *(net.parameters() if step == steps else ())]
-            if not all(x.isfinite().all() for x in check):
-                raise SystemExit(f"loss or weights are not finite at epoch {epoch + 1}, step "
-                                 f"{step}, lr {lr:.1e}: --resume with --clip_grad or a lower --lr")
+            check_finite(metrics["loss"], net.parameters() if step == steps else [], scaler,
+                         f"epoch {epoch + 1}, step {step}, lr {lr:.1e}")
             state = f"loss {metrics['loss']:.4f}, lr {lr:.1e}"
             bar.set_postfix_str(state)
             if not sys.stderr.isatty() and perf_counter() - told > 60:
@@ -203,6 +198,15 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
     scaler.update()
     optimizer.zero_grad()
     return metrics
+
+
+def check_finite(loss, weights, scaler, place):
+    """Exit if a loss or weights are not finite. An fp16 loss may be infinite for a while: the
+    scaler skips such steps, and halves its scale each time."""
+    losses = [loss] if scaler.get_scale() <= 1 else []     # without fp16 the scale is 1
+    if not all(x.isfinite().all() for x in [*losses, *weights]):
+        raise SystemExit(f"loss or weights are not finite at {place}: --resume with --clip_grad or "
+                         f"a lower --lr")
 
 
 def draw_batches(train, steps, seed, args):
@@ -278,11 +282,11 @@ def describe(args, model, train, val):
 
 
 # --------------------------------------------------------------------------- the model, the recipe
-def build_model(args, train, img_size):
-    """Return the model of --method as it is before training, and its constructor's arguments."""
+def build_model(args, train, img_size, init):
+    """Return the model of --method as it is before training, and its constructor's arguments.
+    `init` is the content of --init."""
     cls, lr_given = METHODS[args.method], args.lr is not None
-    init = read(args.init, args.heads) if args.init else None
-    config = vit_config(args, img_size, init["config"] if init else {})
+    config = vit_config(args, img_size, init["config"])
     apply_recipe(args, {**method_arguments(cls), **cls.recipe}, {**cls.small, **cls.small_model},
                  config, len(train.labels))
     config.update({name: getattr(args, name) for name in method_arguments(cls)})
@@ -296,7 +300,7 @@ def build_model(args, train, img_size):
     visible_count(model.encoder.num_patches, model.mask_ratio)         # InputError unless it fits
     if config.get("teacher"):
         model.teacher.load_state_dict(teacher_state)
-    if init:
+    if args.init:
         initialize(model, init, args.init)
     if not lr_given:
         args.lr *= model.lr_scale                          # CrossMAE A.6: prediction / mask ratio
@@ -329,11 +333,12 @@ def apply_recipe(args, recipe, small, config, n):
     if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
         recipe = {**recipe, **small}
     recipe = {**SHARED, **recipe}
-    given = [name for name in recipe if getattr(args, name) is not None]
+    given = [name for name in recipe if getattr(args, name, None) is not None]
     for name, value in recipe.items():
         if name not in given:
             setattr(args, name, value)
     if "batch_size" not in given and args.batch_size > n / 10:
+        print(f"note    the default --batch_size {args.batch_size} exceeds a tenth of {n} images")
         args.batch_size = 2 ** max(1, int(math.log2(n / 10)))
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
@@ -381,15 +386,8 @@ def compare(args):
     """--eval: print PSNR rows of checkpoints, and each method's own measures and figures."""
     require(args.world == 1,
             f"--eval runs in one process, not in {args.world}: python train.py --eval")
-    cls = METHODS[args.method]
-    training = [name for name in {**SHARED, **cls.recipe, **method_arguments(cls)}
-                if name != "batch_size"]
-    refuse_flags(args, "--eval, which has --mask_ratios and --masks,", [
-        *training, "init", "teacher", "same_class", "name", "img_size", "patch_size", "size", "dim",
-        "depth", "heads"])
     rows, columns, notes, size, first_sizes = [], [], [], None, None
-    masks, given_data = args.masks or [args.mask], args.data
-    paths = []
+    paths, given_data = [], args.data
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
@@ -410,11 +408,11 @@ def compare(args):
                   f"not compare their PSNR")
         if size != model.encoder.img_size:
             train, val, size = open_data(args.data, model.encoder.img_size, args)
-        for mask in masks:
-            for ratio in args.mask_ratios or (0.5, 0.75, 0.9):
+        for mask in args.masks:
+            for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-        original, grey, _, copied = evaluate_psnr(model, val, args, masks[0])[1]
+        original, grey, _, copied = evaluate_psnr(model, val, args, args.masks[0])[1]
         columns += [copied] if columns else [original, grey, copied]
         measures, figures = analyse(model, train, val, args)
         for title, table in measures.items():
@@ -424,7 +422,9 @@ def compare(args):
             notes.append(f"see     {picture}: {caption}")
             save_picture(denormalize(cells, model).unbind(1), picture)
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
-    picture = Path(rows[0]["checkpoint"]).with_name("eval.png")
+    names = dict.fromkeys(run_of(row["checkpoint"]) for row in rows)
+    # named after what it compares, so that it does not replace a picture of other checkpoints
+    picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
           as_table(rows), *notes, f"see     {picture}: original, masked, each checkpoint", sep="\n")
@@ -433,17 +433,16 @@ def compare(args):
 
 def analyse(model, train, val, args):
     """Return the papers' further analyses: {title: rows}, and figures {name: (caption, cells)}."""
-    # all in memory: for measures at most 1,000 images, for figures 8
-    measured = isinstance(model, MAE) or hasattr(model, "measures")
-    most = min(args.eval_images, 1000) if measured else 8
     images = []
-    for data in (train, val):
-        batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size, most)]
-        images.append(normalize(torch.cat(batches), model))            # (most, 3, H, W)
+    for data in (train, val):                              # at most 1,000 of each, all in memory
+        batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size,
+                                                min(args.eval_images, 1000))]
+        images.append(normalize(torch.cat(batches), model))            # (b, 3, H, W)
+    measures = {}
     if hasattr(model, "measures"):
         measures = model.measures(*images)
-    else:
-        measures = decoder_attention(model, images[1]) if isinstance(model, MAE) else {}
+    elif isinstance(model, MAE):
+        measures = decoder_attention(model, images[1])
     return measures, model.figures(images[1][:8]) if hasattr(model, "figures") else {}
 
 
@@ -515,8 +514,7 @@ def open_data(name, img_size, args):
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # One process downloads; then each machine's first one, in case that it has its own disk.
-        # The others find the files.
+        # the first process downloads, then that of each machine, which may have its own disk
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
@@ -743,12 +741,21 @@ def name_run(args, name):
             f"NAME starts a new one")
 
 
+def run_of(path):
+    """Return the name of the run that the checkpoint `path`, a file or a folder, is from: that of
+    its folder or, of a file with a name of its own, that name."""
+    path = Path(path).absolute()
+    return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
+
+
 def save(path, content):
     """Write a checkpoint atomically: `path` holds either the complete old file or the complete new
-    one."""
+    one, also after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:                    # torch's own would hide a full disk
+    with open(temporary, "wb") as file:                    # torch.save(..., path) hides a full disk
         torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
@@ -765,14 +772,12 @@ def read(path, heads=None):
         raise
     except Exception as error:                             # a broken file can raise anything
         why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's are long
-        raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
+        raise InputError(f"{path} is not a weights-only checkpoint, or damaged: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
-    elif any("patch_embed.proj." in name for name in state):
-        content = from_older(content)
     cls = METHODS.get(content["method"], MAE)
     config = dict(content["config"])
     for name, parameter in inspect.signature(cls).parameters.items():
@@ -782,21 +787,6 @@ def read(path, heads=None):
         if name in ("img_size", "patch_size"):
             config[name] = pair(config[name])
     return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
-
-
-def from_older(content):
-    """Bring a checkpoint from before 2026-11-23 to today's names. Drops the state of its optimizer,
-    whose moments have another order and shape."""
-    state, config = linear_patch_embed(content["model"]), dict(content["config"])
-    if content["method"] == "minr" and "weight_tokens" in state:
-        state["encoder.extra_tokens"] = state.pop("weight_tokens")
-    if content["method"] == "imae":
-        config["alpha"] = config.pop("mix")
-    if config.get("include_input", True) is None:          # CrossMAE: yes
-        config["include_input"] = True
-    require(not config.pop("inter_block_attention", False),
-            "MAE has no inter_block_attention any more: see tests/REFERENCE.md for its class")
-    return {k: v for k, v in dict(content, model=state, config=config).items() if k != "optimizer"}
 
 
 def data_of(content, path, args):
@@ -823,13 +813,11 @@ def load(path, methods=METHODS):
 def initialize(model, content, path):
     """Initialise `model` from the encoder in a checkpoint's content, as read from `path`, and from
     its decoder or head if that matches. Prints what is not initialised or not loaded."""
-    state, grid = content["model"], None                   # None: square, of a released file
-    if content["method"]:
-        grid = grid_of(**content["config"])
+    state = content["model"]
     if hasattr(model, "from_mae"):
         state = model.from_mae(state)
     try:
-        missing, unused = transfer(model, state, grid)
+        missing, unused = transfer(model, state, grid_of(**content["config"]))
     except InputError as error:
         raise InputError(f"{path} does not fit: {error}") from None
     for text, names in (("newly initialised", missing), ("not loaded", unused)):
@@ -840,15 +828,21 @@ def initialize(model, content, path):
 
 def resume(last, model, optimizer, scaler, content, args):
     """Load last.pt, the checkpoint of this run, and return the rows of its log. Prints which flags
-    differ. Raises InputError if it is of another model or optimizer."""
-    saved = read(last)
+    differ. Raises InputError if it is of another model or optimizer. Without --resume or last.pt,
+    removes the old one and returns []."""
+    saved = read(last) if args.resume and last.exists() else None
+    epoch = saved["epoch"] if saved else -1
+    require(mean_over_processes({"epoch": epoch}, args.world, args)["epoch"] == epoch,
+            f"not all processes find the same {last} to resume: --runs must be on a shared disk")
+    if not saved:
+        if args.rank == 0:
+            last.unlink(missing_ok=True)                   # so that --resume does not continue it
+        return []
     flags = saved["flags"]
     was = {"method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
     now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
-    require("optimizer" in saved, f"{last} is from an older version of this code and cannot be "
-                                  f"resumed: start a new run with --name NAME --init {last}")
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
                         f"{flags.get('command')}")
     model.load_state_dict(saved["model"])
@@ -856,15 +850,13 @@ def resume(last, model, optimizer, scaler, content, args):
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # {}: it was not fp16
         scaler.load_state_dict(saved["scaler"])
-    for name, value in vars(args).items():
-        if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
-            continue
-        if name in ("init", "checkpoint", "teacher"):
-            print(f"note    {name} {flags[name]} is kept: its weights are in {last}")
+    for name in ("init", "checkpoint", "teacher"):         # their weights are in last.pt
+        if name in flags:
             setattr(args, name, flags[name])
-        else:
+    for name, value in vars(args).items():
+        if flags.get(name, value) != value and name not in ("resume", "overwrite", "command"):
             print(f"note    {name} changed from {flags[name]} to {value}")
-    print(f"resumed after epoch {saved['epoch']}")
+    print(f"resumed after epoch {epoch}")
     return saved["history"]
 
 
@@ -902,6 +894,10 @@ def choose_device(args):
     name = args.device or ("cuda" if found["cuda"] else
                            "mps" if found["mps"] and args.world == 1 else "cpu")
     require(found[name], f"--device {name}: PyTorch finds no such device")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    require(name != "cuda" or processes <= torch.cuda.device_count(),
+            f"{processes} processes for {torch.cuda.device_count()} GPUs: pass --nproc_per_node "
+            f"{torch.cuda.device_count()} or --device cpu")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
@@ -943,10 +939,8 @@ def number(kind, low=-math.inf, high=math.inf):
     """Return an argparse type: a finite int or float from low to high."""
     def parse(text):
         value = kind(text)
-        if not low <= value <= high or abs(value) == math.inf:
-            bounds = [f"at least {low}"] if low > -math.inf else []
-            bounds.append(f"at most {high}" if high < math.inf else "finite")
-            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds)}")
+        if not low <= value <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text} must be finite, from {low} to {high}")
         return value
     parse.__name__ = kind.__name__                         # for argparse's own message
     return parse
@@ -971,45 +965,49 @@ def side_or_pair(text):
     return pair(sides[0] if len(sides) == 1 else sides)
 
 
-def add_options(parser):
-    """Add the flags of both scripts, except those of the recipes."""
+def add_options(parser, encoder=True, training=True):
+    """Add the flags of both scripts, except those of the recipes. Evaluation needs neither those of
+    `training`, nor those of the `encoder` and its training images."""
+    count = number(int, 1)
+    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # not added
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    option = parser.add_argument_group("data and encoder").add_argument
+    option = parser.add_argument_group("data and device").add_argument
     option("--data", help="shapes, cifar10, cifar100, or a folder (the checkpoint's, else shapes)")
-    option("--train_images", type=number(int, 1), metavar="N",
-           help="train on N images only, for a quick look (all)")
-    option("--eval_images", type=number(int, 1), metavar="N",
+    option("--eval_images", type=count, metavar="N",
            help="validate on at most N images (train.py: 1000; finetune.py: all)")
-    option("--img_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (train.py: "
-           "the images' own, at most 224; finetune.py: the checkpoint's)")
-    option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (16; "
-           "below 128 pixels an eighth of the image, at least 4)")
-    sizes = "; ".join(f"{name}: {size['dim']} {size['depth']} {size['heads']}"
-                      for name, size in SIZES.items())
-    option("--size", choices=SIZES, metavar="NAME", help="encoder size, as width, depth and heads: "
-           f"{sizes} (the checkpoint's, else micro)")
-    for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
-        option(f"--{name}", type=number(int, 1), metavar="N",
-               help=f"{text} of the encoder (that of --size)")
-    option = parser.add_argument_group("run").add_argument
-    option("--runs", default="runs", metavar="FOLDER", help="the folder of all runs (runs)")
-    option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
-                          "checkpoint_mode and --labels or --data, where given)")
-    option("--eval_every", type=number(int, 1), metavar="N", help="validate and write last.pt "
-           "every N epochs (train.py: 1; finetune.py: more with few labels)")
     option("--workers", type=number(int, 0), default=default_workers(), metavar="N",
            help="data loading workers (one per CPU core, at most 8; outside Linux 0)")
     option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
            help="mixed precision (auto: on CUDA bf16, or fp16 if it lacks that; elsewhere fp32)")
-    option("--accum", type=number(int, 1), default=1, metavar="N",
-           help="gradient accumulation steps: compute a batch in N pieces (1)")
+    if not encoder:
+        return
+    option = parser.add_argument_group("training images and encoder").add_argument
+    option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="any seed (0)")
+    option("--train_images", type=count, metavar="N", help="train on N images only (all)")
+    option("--img_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (the "
+           "checkpoint's; without one the images' own, at most 224)")
+    option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (the "
+           "checkpoint's, else 16; below 128 pixels an eighth of the image, at least 4)")
+    sizes = "; ".join(f"{name}: {size['dim']} {size['depth']} {size['heads']}"
+                      for name, size in SIZES.items())
+    option("--size", choices=SIZES, metavar="NAME", help="encoder size, as width, depth and heads: "
+           f"{sizes} (the checkpoint's, else micro)")
+    for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
+        option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (that of --size)")
+    if not training:
+        return
+    option = parser.add_argument_group("run").add_argument
+    option("--runs", default="runs", metavar="FOLDER", help="the folder of all runs (runs)")
+    option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
+                          "checkpoint_mode and --labels or --data, where given)")
+    option("--eval_every", type=count, metavar="N", help="validate and write last.pt every N "
+           "epochs (train.py: 1; finetune.py: more with few labels)")
+    option("--accum", type=count, default=1, metavar="N", help="compute a batch in N pieces (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, metavar="X",
            help="clip the gradient norm (0: off)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="recompute activations to save memory")
-    option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N",
-           help="random seed (0)")
     option = parser.add_mutually_exclusive_group().add_argument
     option("--resume", action="store_true", help="continue the run from its last.pt: repeat its "
            "command and add this flag")
@@ -1032,10 +1030,15 @@ def flag_adder(parser, title, defaults, small):
     return add
 
 
-def add_recipe(parser, title, recipe, small):
-    """Add the flags of a recipe of either script. Returns a function that adds more."""
+def add_recipe(parser, title, recipe, small, training=True):
+    """Add the flags of a recipe of either script or, without `training`, only --batch_size. Returns
+    a function that adds more."""
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
+    add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
+        "a tenth of the training images", type=number(int, 1), metavar="N")
+    if not training:
+        return add
     add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
     add("lr", "learning rate for any batch size; if none is set, blr * batch_size / 256 is used",
         type=positive, metavar="X")
@@ -1046,8 +1049,6 @@ def add_recipe(parser, title, recipe, small):
     add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
     add("schedule", "learning rate after the warmup: cosine or constant",
         choices=("cosine", "constant"), metavar="X")
-    add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
-        "a tenth of the training images", type=number(int, 1), metavar="N")
     add("epochs", "passes over the images", type=number(int, 0), metavar="N")
     add("warmup_epochs", "epochs of linear learning rate warmup", type=positive, metavar="X")
     add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",
@@ -1066,36 +1067,26 @@ def add_method_arguments(parser, cls):
         if kind is bool:
             kwargs = dict(action=argparse.BooleanOptionalAction)
         else:
-            types = {int: number(int, 0), float: number(float), tuple: numbers(int)}
+            size = default and name.endswith(("dim", "depth", "heads"))        # 0 would make none
+            types = {int: number(int, 1 if size else 0), float: number(float), tuple: numbers(int)}
             kwargs = dict(type=types.get(kind, word_or_list), metavar="X")
         add(name, texts.get(name, ""), **kwargs)
 
 
-def refuse_flags(args, what, names):
-    """Raise InputError if one of the flags `names` was given, because `what` would ignore it. A
-    flag that was not given is None."""
-    given = [f"--{'no-' if getattr(args, name) is False else ''}{name}" for name in names
-             if getattr(args, name, None) is not None]
-    require(not given, f"{what} does not use {', '.join(given)}: leave it out")
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that does not repeat, under torchrun, what another process has said."""
 
-
-ONLY = {  # flags that only one of the scripts has, apart from those of a method
-    "train.py": "method init mask eval mask_ratios masks leak_free".split(),
-    "train.py --method imae": ["teacher", "same_class"],
-    "finetune.py": "mode checkpoint labels pool k randaug erasing mixup cutmix mix_ratio smoothing "
-                   "drop_path layer_decay".split()}
+    def error(self, message):
+        """Print the message in one line and exit with code 2."""
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # torchrun ends this process meanwhile if
+            sleep(5)                                       # the machine's first one has an error
+        super().error(message)
 
 
 def run_cli(parser, work, argv):
     """Parse `argv` (None: the command line) and return work(args). Invalid input ends with a
     one-line message, a bug with its traceback."""
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        name = unknown[0].removeprefix("--").removeprefix("no-").split("=")[0]
-        homes = [f"train.py --method {method}" for method, cls in METHODS.items()
-                 if name in method_arguments(cls)] + [s for s in ONLY if name in ONLY[s]]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}"
-                     + (f" (--{name} is a flag of {', '.join(homes)})" if homes else ""))
+    args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
     try:
         if args.img_size and args.patch_size:
@@ -1112,44 +1103,43 @@ def run_cli(parser, work, argv):
 
 def main(argv=None):
     """Run `python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
-    parser = argparse.ArgumentParser("train.py", **LAYOUT)
-    parser.add_argument("--method", choices=METHODS, default="mae", metavar="NAME",
-                        help="method to pretrain (mae)")
-    method = parser.parse_known_args(argv)[0].method       # it decides which other flags there are
-    cls = METHODS[method]
+    parser = Parser("train.py", **LAYOUT)
+    option = parser.add_mutually_exclusive_group().add_argument
+    option("--method", choices=METHODS, default="mae", metavar="NAME",
+           help="method to pretrain (mae)")
+    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training; "
+           "--eval FILE --help lists its flags")
+    known = parser.parse_known_args(argv)[0]               # which decide what other flags there are
+    cls, training = METHODS[known.method], not known.eval
     parser.description = (
-        f"usage: python train.py --method {method} [--flag value ...]\n"
-        f"       torchrun --nproc_per_node 8 train.py --method {method} [--flag value ...]\n\n"
+        f"usage: python train.py --method {known.method} [--flag value ...]\n"
+        f"       torchrun --nproc_per_node 8 train.py --method {known.method} [--flag value ...]\n"
+        f"       python train.py --eval FILE ... [--flag value ...]\n\n"
         f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}. Defaults are in parentheses.\n"
         f'"Small images" are up to 64 pixels; with --size micro all images count as small.')
-    add_options(parser)
-    add_recipe(parser, "recipe", cls.recipe, cls.small)
-    add_method_arguments(parser, cls)
+    add_options(parser, training, training)
+    add_recipe(parser, "recipe", cls.recipe, cls.small, training)
     parser.set_defaults(eval_images=1000, eval_every=1)
-    option = parser.add_argument_group("pretraining").add_argument
-    option("--init", metavar="FILE", help="initialise the encoder from a checkpoint (which also "
-           "sets --size and --patch_size), and the decoder if it matches")
     masks = ("random", "grid", "block")
-    option("--mask", choices=masks, default="random", help="pattern of the masks (random)")
-    if getattr(cls, "pairs", False):
-        option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
-        option("--same_class", type=number(float, 0, 1), metavar="X",
-               help="fraction of pairs from the same class (not given: random pairs)")
+    if training:
+        add_method_arguments(parser, cls)
+        option = parser.add_argument_group("pretraining").add_argument
+        option("--init", metavar="FILE", help="initialise the encoder from a checkpoint (which "
+               "also sets --size, --patch_size and --img_size), and the decoder if it matches")
+        option("--mask", choices=masks, default="random", help="pattern of the masks (random)")
+        if getattr(cls, "pairs", False):
+            option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
+            option("--same_class", type=number(float, 0, 1), metavar="X",
+                   help="fraction of pairs from the same class (not given: random pairs)")
     option = parser.add_argument_group("evaluation").add_argument
-    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training")
-    option("--mask_ratios", nargs="+", type=number(float, 0, 1), metavar="X",
-           help="mask ratios that --eval measures (0.5 0.75 0.9)")
-    option("--masks", nargs="+", choices=masks, help="mask patterns that --eval measures (--mask)")
+    if not training:
+        option("--mask_ratios", nargs="+", type=number(float, 0, 1), default=(0.5, 0.75, 0.9),
+               metavar="X", help="mask ratios (0.5 0.75 0.9)")
+        option("--masks", nargs="+", choices=masks, default=["random"],
+               help="patterns of the masks; the picture has the first one (random)")
     option("--leak_free", action="store_true", help="with norm_pix_loss: reconstruct without the "
            "true mean and variance of masked patches")
-
-    def work(args):
-        if args.eval:
-            return compare(args)
-        refuse_flags(args, "pretraining, which has --mask_ratio and --mask,",
-                     ["mask_ratios", "masks"])
-        return pretrain(args)
-    return run_cli(parser, work, argv)
+    return run_cli(parser, pretrain if training else compare, argv)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,9 @@ def sincos_pos_embed(dim, grid):
     """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w) (MAE Appendix A.1;
     channel layout from the release). The class token comes first and gets zeros. A patch in row y
     and column x gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ...,
-    n-1, and n = dim/4. Raises InputError unless dim is a multiple of 4."""
-    require(dim % 4 == 0, f"dim {dim} must be a multiple of 4 for sine-cosine positions")
+    n-1, and n = dim/4. Raises InputError unless dim is a positive multiple of 4."""
+    require(dim > 0 and dim % 4 == 0,
+            f"dim {dim} must be a multiple of 4, and not 0, for sine-cosine positions")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
     row = torch.arange(h).repeat_interleave(w)                         # (L,) y of each patch

@@ -192,6 +192,11 @@ return loss, {"loss": loss.detach()}""", [
         ('loss, {"loss": loss.detach()}', '{"loss": loss.detach()}, loss', "in another order"),
         ("pred - target", "pred.double() - target", "loss: expected dtype torch.float32, yours"),
         ("self.encode(images, ids_keep)", "self.encode(images=images, ids_keep=ids_keep)", ""),
+        ("L = self.encoder.num_patches", "if len(images) > 1:                 # image by image\n"
+         "    parts = [self.forward(images[i:i + 1], None if noise is None else noise[i:i + 1])\n"
+         "             for i in range(len(images))]\n    loss = sum(loss for loss, _ in parts)"
+         " / len(images)\n    return loss, {'loss': loss.detach()}\nL = self.encoder.num_patches",
+         ""),
         ("pred - target", "pred.double().float() - target", "")]),
     "vit.Attention.forward": ("""
 q, k, v = torch.split(self.qkv(x), x.shape[2], dim=2)""" + ATTEND, [

@@ -35,13 +35,8 @@ BASE = {"train": ["--data", "data", "--name", "new", *TINY],
         "test": ["--checkpoint", "runs/tuned/last.pt", "--mode", "eval", "--workers", "0"]}
 COMMANDS = """
 train | --epoch 5                              | unrecognized arguments: --epoch 5
-train | --prediction_ratio 0.5       | --prediction_ratio is a flag of train.py --method crossmae)
-train | --no-coord_jitter                      | --coord_jitter is a flag of train.py --method minr)
-train | --labels 0.1                           | --labels is a flag of finetune.py)
-train | --teacher runs/mae           | --teacher is a flag of train.py --method imae)
+train | --labels 0.1 --prediction_ratio 0.5    | arguments: --labels 0.1 --prediction_ratio 0.5
 train | --device cuda                          | --device cuda: PyTorch finds no such device
-tune  | --mask_ratio 0.5                       | --mask_ratio is a flag of train.py --method mae
-tune  | --eval runs/mae                        | --eval is a flag of train.py)
 train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2.0 exceeds --epochs 1
 train | --batch_size 41                        | --batch_size 41 exceeds the 40 training images
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
@@ -50,7 +45,7 @@ train | --betas 0.9,2.0                        | --betas (0.9, 2.0) must be ; in
 train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
 train | --img_size 100001 --patch_size 16 --data shapes | img_size 100001x100001 ; patch_size 16x16
 train | --img_size 16 --patch_size 5 | img_size 16x16 is not ; patch_size 5x5 ; 15x15 and 20x20
-train | --lr nan                               | --lr ; nan must be at least 0 and finite
+train | --lr nan                               | --lr ; nan must be finite, from 0 to inf
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data no_val                          | no_val has train/ but no val/ ; --data no_val/train
@@ -65,24 +60,20 @@ tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; at least two i
 train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders
 train | --method imae --teacher runs/tuned     | the teacher is not an MAE
 train | --method imae --teacher runs/mae --patch_size 8 | (4, 4), this model (8, 8)
-train | --method imae --teacher runs/mae --decoder_dim 32 | decoder_dim 64, this model 32
 eval  | --eval gone.pt                         | No such file ; gone.pt
 eval  | --eval own.pt                          | own.pt does not say which data it was trained on
-eval  | --eval runs/tuned/last.pt              | no checkpoint from train.py
-tune  | --checkpoint own.pt --data=            | own.pt does not say which data it was trained on
-tune  | --checkpoint data                      | No such file ; data/last.pt
+eval  | --method minr                          | --method: not allowed with argument --eval
 tune  | --checkpoint=                          | --mode finetune needs --checkpoint FILE
 tune  | --data flat                            | --data flat has no labels: put the images into
 tune  | --dim 32                  | runs/mae/last.pt does not fit: ; the file has (16,), the
-tune  | --labels 0                             | --labels: 0 must be at least 1e-06 and
+tune  | --labels 0                             | --labels: 0 must be finite, from 1e-06
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt has no classification head
 test  | --data other                           | trained on 2 classes ; c, d ...
-test  | --img_size 32            | --mode eval does not use --img_size: leave it out
-test  | --dim 32 --lr 1 --pool mean            | --mode eval does not use --lr, --pool, --dim:
-test  | --mode knn --epochs 5 --drop_path 0.1  | --mode knn does not use --epochs, --drop_path:
-eval  | --mask_ratio 0.6         | --masks, does not use --mask_ratio: leave it out
-eval  | --min_lr 0 --img_size 32 --no-flip | does not use --min_lr, --no-flip, --img_size: leave
-train | --mask_ratios 0.6 --masks grid | --mask, does not use --mask_ratios, --masks: leave it out
+test  | --img_size 32 --lr 1 --pool mean       | unrecognized arguments: --img_size 32 --lr 1 --pool
+test  | --mode knn --epochs 5 --drop_path 0.1  | unrecognized arguments: --epochs 5 --drop_path 0.1
+tune  | --mode linear --drop_path 0.1          | unrecognized arguments: --drop_path 0.1
+eval  | --mask_ratio 0.6 --seed 1 --no-flip | unrecognized arguments: --mask_ratio 0.6 --seed 1 --no
+train | --mask_ratios 0.6 --masks grid   | unrecognized arguments: --mask_ratios 0.6 --masks grid
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
 
@@ -121,6 +112,13 @@ def desk(furnished, monkeypatch):
         path.rmdir() if path.is_dir() else path.unlink()
 
 
+SIZES = [(name, argument) for name, cls in METHODS.items() for argument, default in
+         train.method_arguments(cls).items() if type(default) is int and argument not in
+         ("shared_blocks", "modulated_layer")]             # 0 of these two is meaningful
+COMMANDS += [("train", f"--method {name} --{argument} 0", argument)
+             for name, argument in [*SIZES, ("minr", "groups")]]
+
+
 @pytest.mark.parametrize("kind, words, parts", COMMANDS, ids=[words for _, words, _ in COMMANDS])
 def test_wrong_command_lines(desk, refused, monkeypatch, kind, words, parts):
     """One line says what is wrong, and no file changes."""
@@ -133,8 +131,15 @@ def test_wrong_command_lines(desk, refused, monkeypatch, kind, words, parts):
 
 
 def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
-    code, lines = ended(fork(torchrun, script, "train.py", *BASE["train"], "--batch_size", "42"))
-    assert code != 0 and any("exceeds the 40 training images" in line for line in lines)
+    """An error of all processes is printed once, one of a single process too."""
+    def ranks(*words):
+        more = ["--epoch", "1"] if os.environ["RANK"] == "1" else []
+        script(*words, *more)
+    for work, words, said in ((script, ["--batch_size", "42"], "exceeds the 40 training images"),
+                              (script, ["--epoch", "5"], "unrecognized arguments: --epoch 5"),
+                              (ranks, [], "unrecognized arguments: --epoch 1")):
+        code, lines = ended(fork(torchrun, work, "train.py", *BASE["train"], *words))
+        assert code != 0 and sum(said in line for line in lines) == 1, lines
     assert not (desk / "runs/new").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(train.main, BASE["eval"], "--eval runs in one process, not in 2")
@@ -337,8 +342,8 @@ def test_a_full_disk(words):
 
 # ------------------------------------------------------------------------------- not finite numbers
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, value):
+@pytest.mark.parametrize("value, amp", [(math.nan, "fp32"), (math.inf, "fp32"), (math.nan, "fp16")])
+def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, value, amp):
     """The third epoch of 40 steps stops before the 21st. The epoch before it is kept."""
     train.main(words("lost", 2))
     forward, calls = train.MAE.forward, []
@@ -350,7 +355,7 @@ def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, va
         return loss, {"loss": loss.detach()}
     monkeypatch.setattr(train.MAE, "forward", losing)
     with pytest.raises(SystemExit, match="not finite at epoch 3, step .*, lr .*: --resume with"):
-        train.main([*words("lost", 4), "--batch_size", "1", "--lr", "0.00123"])
+        train.main([*words("lost", 4), "--batch_size", "1", "--lr", "0.00123", "--amp", amp])
     assert len(calls) <= 20 and train.read("runs/lost")["epoch"] == 2
 
 
@@ -381,12 +386,12 @@ def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
 
 def test_a_scale_that_is_too_large(words, monkeypatch):
     """Gradients overflow and steps are skipped until it fits. The run began without a scale. A loss
-    that overflows in such a step does not end the run, if the last one is finite."""
+    that overflows in such a step does not end the run, even where losses are checked."""
     train.main(words("large", 1))
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler",
                         lambda *inputs, **more: scaler(*inputs, init_scale=2.0 ** 22, **more))
-    breaking(monkeypatch, 1, lambda weights, metrics: metrics.update(loss=torch.tensor(math.inf)))
+    breaking(monkeypatch, 5, lambda weights, metrics: metrics.update(loss=torch.tensor(math.inf)))
     row = train.main([*words("large", 3), "--amp", "fp16"])
     content = train.read("runs/large")
     assert row["epoch"] == 3 and math.isfinite(row["loss"]) and content["scaler"]["scale"] < 2 ** 22

@@ -419,27 +419,6 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     assert same(encoder, {k: content["model"][k] for k in encoder})
 
 
-@pytest.mark.parametrize("name, was", [
-    ("mae", dict(inter_block_attention=False)), ("crossmae", dict(include_input=None)),
-    ("hypermae", {}), ("minr", {}), ("imae", dict(mix=0.3))])
-def test_older_files(name, was, tmp_path):
-    """In our files of before 2026-11-23 the patch embedding was a convolution, also a teacher's;
-    MINR's weight tokens were its own; and some arguments had other names or values."""
-    model = build(name, **(dict(teacher=TEACHER, alpha=0.3) if name == "imae" else {}))
-    config = {**SMALL, **BASE[name], **(dict(teacher=TEACHER) if name == "imae" else {}), **was}
-    state = {}
-    for key, value in model.state_dict().items():
-        if key.endswith("patch_embed.weight"):
-            value = value.view(len(value), 4, 4, 3).permute(0, 3, 1, 2)
-        state[key.replace("patch_embed.", "patch_embed.proj.")] = value
-    if name == "minr":
-        state["weight_tokens"] = state.pop("encoder.extra_tokens")
-    torch.save(dict(method=name, config=config, model=state, optimizer={}), tmp_path / "last.pt")
-    loaded = train.load(tmp_path)
-    assert same(loaded.state_dict(), model.state_dict())
-    assert getattr(loaded, "alpha", 0.3) == 0.3 and "optimizer" not in train.read(tmp_path)
-
-
 @methods
 def test_what_finetuning_reads_is_trained(name):
     """The tokens that finetune.py pools by default leave the last block with a gradient of the

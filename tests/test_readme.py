@@ -160,7 +160,9 @@ def test_the_papers_tables_as_flags(monkeypatch):
         rows = re.findall(r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`", text)
         for italic, row in rows:
             script = "finetune.py" if italic else "train.py"
-            if row.startswith(script):
+            if row.startswith("--eval"):
+                row = f"train.py {row}"
+            elif row.startswith(script):
                 commands[script] = row
             else:
                 row = f"{commands[script]} {row}"

@@ -29,7 +29,7 @@ from mae import MAE
 from tests.conftest import DECODER, ROOT, TINY, same, script, settings, together, write_pictures
 from tests.golden import load
 from tests.test_methods import BASE, flags
-from vit import denormalize, from_released, pair, patchify, to_released
+from vit import InputError, denormalize, from_released, pair, patchify, to_released
 
 
 def log(name="mae"):
@@ -284,11 +284,16 @@ def test_cifar(tmp_path, monkeypatch):
     (0, True, 1, "mps"), (0, True, 2, "cpu"), (1, False, 1, "cuda:1"), (2, True, 2, "cuda:1"),
     (0, False, 1, "cpu")])
 def test_devices(monkeypatch, gpus, mps, processes, wanted):
-    """The device of local rank 1."""
+    """The device of local rank 1. More processes on a machine than GPUs are refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     args = settings(device=None, world=processes, local_rank=1)
     assert str(train.choose_device(args)) == wanted
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
+    if gpus:
+        with pytest.raises(InputError, match=f"{gpus + 1} processes for {gpus} GPUs: pass --nproc"):
+            train.choose_device(args)
     args.device = "cpu"                                    # asked for
     assert str(train.choose_device(args)) == "cpu"
 
@@ -685,9 +690,10 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys, ref
     assert same(content["model"], from_released(state))
     again = pretrain(*words, "--init", "runs/whole/last.pt", name="again")     # or one of its own
     assert same(content["model"], again["model"])
-    train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--img_size",
-                "32", "--workers", "0", "--epochs", "0"])  # its sizes are taken over
-    assert train.read("runs/sizes/last.pt")["config"]["depth"] == 3
+    train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
+                "--epochs", "0"])                          # its sizes are taken over: not 16 pixels
+    sizes = train.read("runs/sizes/last.pt")["config"]
+    assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
     refused(train.main, ["--data", folder, "--img_size", "32", "--init", "mae.pth"],
             "cannot tell the number of heads from mae.pth: pass --heads")
 
@@ -727,56 +733,41 @@ def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
 
 
 @pytest.mark.parametrize("method", train.METHODS)
-def test_checkpoints_in_other_layouts(pretrain, folder, refused, method):
-    """One's own loop saves method, config and weights alone. Before 2026-11-23, the patch embedding
-    was a convolution, MINR had its weight tokens beside the encoder, and arguments had other names.
-    load, --eval, --init and finetune.py find the same weights in both, and how images are
-    normalised. A folder stands for its last.pt."""
+def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
+    """It saves method, config and weights alone. load, --eval, --init and finetune.py find the
+    weights, and how images are normalised. A folder stands for its last.pt."""
     words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
              *flags(BASE[method])]
     if method == "imae":
         pretrain(*words[2:], name="mae")
         words += ["--teacher", "runs/mae"]
     content, cls = pretrain(*words, name="old", own=[]), train.METHODS[method]
-    state, config = dict(content["model"]), dict(content["config"])
-    for name in [name for name in state if name.endswith("patch_embed.weight")]:
-        weight, part = state.pop(name).unflatten(1, (4, 8, 3)), name.removesuffix("weight")
-        state[part + "proj.weight"] = weight.permute(0, 3, 1, 2)       # from (D, p, q, C)
-        state[part + "proj.bias"] = state.pop(part + "bias")
-    if method == "minr":
-        state["weight_tokens"] = state.pop("encoder.extra_tokens")
-    if method == "imae":
-        config["mix"] = config.pop("alpha")
-    if method == "crossmae":
-        config["include_input"] = None                     # which meant True
-    if method == "mae":
-        config["inter_block_attention"] = False
-    own = {name: content[name] for name in ("method", "config", "model")}
-    old = dict(content, model=state, config=config)
+    Path("runs/own").mkdir()
+    torch.save({name: content[name] for name in ("method", "config", "model")}, "runs/own/last.pt")
+    assert same(train.load("runs/own").state_dict(), content["model"])
+    evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
+                             "--eval", "runs/own"])
+    assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
+    started = pretrain(*words, "--init", "runs/own", name="started", own=[])
+    finetune.main(["--data", str(folder), "--checkpoint", "runs/own", "--name", "tuned",
+                   "--batch_size", "8", "--epochs", "0", "--workers", "0"])
+    tuned = train.read("runs/tuned")
+    assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
+    for name, value in content["model"].items():
+        assert torch.equal(started["model"][name], value), name
+        if name.startswith("encoder.") and not name.startswith("encoder.norm"):
+            assert torch.equal(tuned["model"][name], value), name
 
-    for path, file in (("runs/own", own), ("runs/old", old)):
-        Path(path).mkdir(exist_ok=True)
-        torch.save(file, f"{path}/last.pt")
-        assert same(train.load(path).state_dict(), content["model"])
-        evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
-                                 "--eval", path])
-        assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
-        started = pretrain(*words, "--init", path, "--overwrite", name="started", own=[])
-        finetune.main(["--data", str(folder), "--checkpoint", path, "--name", "tuned",
-                       "--batch_size", "8", "--epochs", "0", "--workers", "0", "--overwrite"])
-        tuned = train.read("runs/tuned")
-        assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
-        for name, value in content["model"].items():
-            assert torch.equal(started["model"][name], value), name
-            if name.startswith("encoder.") and not name.startswith("encoder.norm"):
-                assert torch.equal(tuned["model"][name], value), name
-    refused(train.main, ["--data", folder, *TINY, *words, "--name", "old", "--resume"],
-            "runs/old/last.pt is from an older version of this code and cannot be resumed: start "
-            "a new run with --name NAME --init runs/old/last.pt")
-    if method == "mae":
-        config["inter_block_attention"] = True
-        torch.save(old, "runs/old/last.pt")
-        refused(train.main, ["--eval", "runs/old"], "has no inter_block_attention any more")
+
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Otherwise a power failure could leave neither."""
+    calls, path = [], tmp_path / "last.pt"
+    for name in ("fsync", "replace"):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *inputs, name=name, function=function: (
+            calls.append((name, (tmp_path / "last.pt.tmp").stat().st_size)), function(*inputs)))
+    train.save(path, {"x": torch.zeros(9)})
+    assert calls == [(name, path.stat().st_size) for name in ("fsync", "replace")]
 
 
 # -------------------------------------------------------------------------------- one's own methods
@@ -892,7 +883,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
             assert f"{row[key]:.3f}" in line
     for name, column, wanted in (("mae", 0, 0), ("mae", 1, 1), ("mae", 2, 3), ("half", 3, 3)):
         picture = cells(f"runs/{name}/recon.png", wanted)
-        assert np.array_equal(cells("runs/mae/eval.png", column), picture)
+        assert np.array_equal(cells("runs/mae/eval_mae_half.png", column), picture)
     pretrain("--data", "shapes", "--train_images", "40", "--epochs", "0", name="drawn")
     capsys.readouterr()
     files = ["runs/mae/last.pt", "runs/drawn/last.pt"]
@@ -920,17 +911,12 @@ def test_masks_of_an_evaluation(pretrain):
     scores = {(row["mask"], row["mask_ratio"]): row["psnr_masked"] for row in rows}
     assert len(rows) == len({*scores.values()}) == 6
     assert scores["grid", 0.75] == pytest.approx(row["psnr_masked"], abs=1e-4)
-    again = train.main([*words, "--mask", "block"])
-    assert [row["psnr_masked"] for row in again] == [scores["block", 0.5], scores["block", 0.75]]
-    picture = Path("runs/mae/eval.png").read_bytes()
-    train.main([*words, "--masks", "block"])
-    assert Path("runs/mae/eval.png").read_bytes() == picture
-
-
-def test_the_picture_of_an_evaluated_folder(pretrain):
-    pretrain()
-    train.main(["--workers", "0", "--eval", "runs/mae"])
-    assert Path("runs/mae/eval.png").exists() and not Path("runs/eval.png").exists()
+    pictures = []
+    for mask in ("block", "random"):
+        again = train.main([*words, "--masks", mask, "grid"])
+        assert [row["psnr_masked"] for row in again[:2]] == [scores[mask, 0.5], scores[mask, 0.75]]
+        pictures.append(Path("runs/mae/eval_mae.png").read_bytes())
+    assert pictures[0] != pictures[1]
 
 
 def test_eval_of_normalised_patches(pretrain):
