@@ -329,24 +329,6 @@ def evaluate_checkpoint(args):
 
 
 # ------------------------------------------------------------------------------- the command line
-def add_augmentation(add, mode):
-    """Add the flags of fine-tuning's recipe, with the function from train.add_recipe."""
-    fraction, positive = number(float, 0, 1), number(float, 0)
-    add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
-        metavar="N")
-    add("erasing", "probability of erasing a rectangle of an image", type=fraction, metavar="X")
-    add("mixup", "alpha of MixUp; 0: none", type=positive, metavar="X")
-    add("cutmix", "alpha of CutMix; 0: none", type=positive, metavar="X")
-    add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
-        "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
-    add("smoothing", "label smoothing", type=fraction, metavar="X")
-    if mode != "linear":                                   # there the encoder is frozen
-        add("drop_path", "drop path rate (stochastic depth) of the last block", type=fraction,
-            metavar="X")
-        add("layer_decay", "learning rate of a layer, relative to that of the layer after it; 1: "
-            "no decay", type=fraction, metavar="X")
-
-
 def main(argv=None):
     """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict or,
     in the modes knn and eval, which write nothing, {"top1", "top5"}."""
@@ -368,19 +350,30 @@ def main(argv=None):
                help="fraction of each class's labels to use, at least one label (1)")
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
                "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all "
-               "extra tokens joined, or all patch tokens if there are none. Default for MINR: "
-               f"joined or, if that makes more than {MOST_FEATURES} numbers, extra; for other "
-               "methods (mean)")
+               "extra tokens, or else patch tokens, joined. Default for MINR: joined or, if that "
+               f"makes more than {MOST_FEATURES} numbers, extra; for other methods (mean)")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
         option("--norm", action=argparse.BooleanOptionalAction,
                help="end the frozen encoder with a LayerNorm, or without (as in the checkpoint)")
     add_options(parser, mode != "eval", training)
-    recipe, small = RECIPES[mode]
-    add = add_recipe(parser, f"recipe of --mode {mode}", recipe, small, training)
     if training:
-        add_augmentation(add, mode)
+        recipe, small = RECIPES[mode]
+        add, fraction, positive = (add_recipe(parser, f"recipe of --mode {mode}", recipe, small),
+                                   number(float, 0, 1), number(float, 0))
+        add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
+            metavar="N")
+        add("erasing", "probability of erasing a rectangle", type=fraction, metavar="X")
+        add("mixup", "alpha of MixUp; 0: none", type=positive, metavar="X")
+        add("cutmix", "alpha of CutMix; 0: none", type=positive, metavar="X")
+        add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
+            "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
+        add("smoothing", "label smoothing", type=fraction, metavar="X")
+        if mode != "linear":                               # its encoder is frozen
+            add("drop_path", "drop path rate of the last block", type=fraction, metavar="X")
+            add("layer_decay", "learning rate of a layer, relative to that of the layer after it; "
+                "1: no decay", type=fraction, metavar="X")
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
         f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n"

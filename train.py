@@ -160,7 +160,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0) + value
         if step % 20 == 0 or step == steps:                # the loop's only host-device sync
-            check_finite(metrics["loss"], net.parameters() if step == steps else [], scaler,
+            check_finite(metrics["loss"], [*net.parameters()] if step == steps else [], scaler,
                          f"epoch {epoch + 1}, step {step}, lr {lr:.1e}")
             state = f"loss {metrics['loss']:.4f}, lr {lr:.1e}"
             bar.set_postfix_str(state)
@@ -201,10 +201,10 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 
 def check_finite(loss, weights, scaler, place):
-    """Exit if a loss or weights are not finite. An fp16 loss may be infinite for a while: the
-    scaler skips such steps, and halves its scale each time."""
-    losses = [loss] if scaler.get_scale() <= 1 else []     # without fp16 the scale is 1
-    if not all(x.isfinite().all() for x in [*losses, *weights]):
+    """Exit if the loss or a weight is not finite. In fp16 the scaler skips steps that overflow, and
+    lowers its scale each time: the loss only counts when that does not help."""
+    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # without fp16 it is 1
+    if not all(x.isfinite().all() for x in values):
         raise SystemExit(f"loss or weights are not finite at {place}: --resume with --clip_grad or "
                          f"a lower --lr")
 
@@ -258,7 +258,8 @@ def wrap(model, args):
     if args.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
-        torch._dynamo.config.optimize_ddp = not args.grad_checkpointing    # not both in torch 2.6
+        # torch 2.6 cannot combine optimize_ddp with checkpointing
+        torch._dynamo.config.optimize_ddp = not args.grad_checkpointing
         model = torch.compile(model, dynamic=False)
     return model
 
@@ -383,7 +384,8 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 
 @torch.no_grad()
 def compare(args):
-    """--eval: print PSNR rows of checkpoints, and each method's own measures and figures."""
+    """--eval: print PSNR rows of checkpoints, and each method's own measures and figures. Writes a
+    picture of their reconstructions, named after their runs."""
     require(args.world == 1,
             f"--eval runs in one process, not in {args.world}: python train.py --eval")
     rows, columns, notes, size, first_sizes = [], [], [], None, None
@@ -423,7 +425,6 @@ def compare(args):
             save_picture(denormalize(cells, model).unbind(1), picture)
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
     names = dict.fromkeys(run_of(row["checkpoint"]) for row in rows)
-    # named after what it compares, so that it does not replace a picture of other checkpoints
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
@@ -466,7 +467,8 @@ def as_table(rows):
 class ImageDataset(Dataset):
     """Training or validation images, with labels (N,), -1 for none, and class names. `images` is a
     uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files always have,
-    workers load the images one by one. Without one, crop_batch crops whole batches."""
+    workers load the images one by one. Without a transform, crop_batch crops a whole batch at once.
+    """
 
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
@@ -499,7 +501,7 @@ class ImageDataset(Dataset):
         raise InputError(f"none of {min(n, 100)} images can be read")
 
     def keep(self, ids):
-        """Keep only the images ids (n,)."""
+        """Keep only the images with indices ids (n,)."""
         self.labels, self.broken = self.labels[ids], self.broken[ids].share_memory_()
         in_memory = torch.is_tensor(self.images)
         self.images = self.images[ids] if in_memory else [self.images[i] for i in ids.tolist()]
@@ -598,9 +600,7 @@ def list_folder(root):
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
-# A worker loads this many images at a time. A batch of 4,096 from one worker would take 12 s at
-# the start of each epoch, and 9.9 GB of shared memory.
-PIECE = 64
+PIECE = 64  # images that a worker loads at a time; 4,096 would take 12 s and 9.9 GB at first
 
 
 def file_loader(dataset, pieces, args):
@@ -729,8 +729,8 @@ def draw_shapes(n, img_size, seed):
 
 # ------------------------------------------------------------------------------------ checkpoints
 def name_run(args, name):
-    """Set args.name if it is None. Raises InputError if that run exists and neither --resume nor
-    --overwrite is given."""
+    """Name the run `name` unless --name is given. Raises InputError if that run exists and neither
+    --resume nor --overwrite is given."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
     begun = (folder / "last.pt").exists()
@@ -742,8 +742,7 @@ def name_run(args, name):
 
 
 def run_of(path):
-    """Return the name of the run that the checkpoint `path`, a file or a folder, is from: that of
-    its folder or, of a file with a name of its own, that name."""
+    """Return the name of a checkpoint's run or, if it is not a last.pt, of its file."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
@@ -752,7 +751,7 @@ def save(path, content):
     """Write a checkpoint atomically: `path` holds either the complete old file or the complete new
     one, also after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:                    # torch.save(..., path) hides a full disk
+    with open(temporary, "wb") as file:    # opened here: torch.save(path) would hide a full disk
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -894,10 +893,9 @@ def choose_device(args):
     name = args.device or ("cuda" if found["cuda"] else
                            "mps" if found["mps"] and args.world == 1 else "cpu")
     require(found[name], f"--device {name}: PyTorch finds no such device")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    require(name != "cuda" or processes <= torch.cuda.device_count(),
-            f"{processes} processes for {torch.cuda.device_count()} GPUs: pass --nproc_per_node "
-            f"{torch.cuda.device_count()} or --device cpu")
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    require(name != "cuda" or processes <= gpus, f"{processes} processes for {gpus} GPUs: pass "
+                                                 f"--nproc_per_node {gpus} or --device cpu")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
@@ -980,6 +978,8 @@ def add_options(parser, encoder=True, training=True):
     option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
            help="mixed precision (auto: on CUDA bf16, or fp16 if it lacks that; elsewhere fp32)")
+    if not training:
+        option("--batch_size", type=count, metavar="N", help="total batch size of all processes")
     if not encoder:
         return
     option = parser.add_argument_group("training images and encoder").add_argument
@@ -989,10 +989,8 @@ def add_options(parser, encoder=True, training=True):
            "checkpoint's; without one the images' own, at most 224)")
     option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (the "
            "checkpoint's, else 16; below 128 pixels an eighth of the image, at least 4)")
-    sizes = "; ".join(f"{name}: {size['dim']} {size['depth']} {size['heads']}"
-                      for name, size in SIZES.items())
-    option("--size", choices=SIZES, metavar="NAME", help="encoder size, as width, depth and heads: "
-           f"{sizes} (the checkpoint's, else micro)")
+    option("--size", choices=SIZES, metavar="NAME", help=f"size of the encoder: {', '.join(SIZES)} "
+           f"(the checkpoint's, else micro)")
     for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
         option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (that of --size)")
     if not training:
@@ -1030,15 +1028,12 @@ def flag_adder(parser, title, defaults, small):
     return add
 
 
-def add_recipe(parser, title, recipe, small, training=True):
-    """Add the flags of a recipe of either script or, without `training`, only --batch_size. Returns
-    a function that adds more."""
+def add_recipe(parser, title, recipe, small):
+    """Add the flags of a recipe of either script. Returns a function that adds more."""
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
         "a tenth of the training images", type=number(int, 1), metavar="N")
-    if not training:
-        return add
     add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
     add("lr", "learning rate for any batch size; if none is set, blr * batch_size / 256 is used",
         type=positive, metavar="X")
@@ -1077,7 +1072,6 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that does not repeat, under torchrun, what another process has said."""
 
     def error(self, message):
-        """Print the message in one line and exit with code 2."""
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # torchrun ends this process meanwhile if
             sleep(5)                                       # the machine's first one has an error
         super().error(message)
@@ -1105,8 +1099,7 @@ def main(argv=None):
     """Run `python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
     parser = Parser("train.py", **LAYOUT)
     option = parser.add_mutually_exclusive_group().add_argument
-    option("--method", choices=METHODS, default="mae", metavar="NAME",
-           help="method to pretrain (mae)")
+    option("--method", choices=METHODS, default="mae", metavar="NAME", help="to pretrain (mae)")
     option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training; "
            "--eval FILE --help lists its flags")
     known = parser.parse_known_args(argv)[0]               # which decide what other flags there are
@@ -1118,10 +1111,10 @@ def main(argv=None):
         f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}. Defaults are in parentheses.\n"
         f'"Small images" are up to 64 pixels; with --size micro all images count as small.')
     add_options(parser, training, training)
-    add_recipe(parser, "recipe", cls.recipe, cls.small, training)
     parser.set_defaults(eval_images=1000, eval_every=1)
     masks = ("random", "grid", "block")
     if training:
+        add_recipe(parser, "recipe", cls.recipe, cls.small)
         add_method_arguments(parser, cls)
         option = parser.add_argument_group("pretraining").add_argument
         option("--init", metavar="FILE", help="initialise the encoder from a checkpoint (which "

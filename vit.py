@@ -118,8 +118,7 @@ def sincos_pos_embed(dim, grid):
     channel layout from the release). The class token comes first and gets zeros. A patch in row y
     and column x gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ...,
     n-1, and n = dim/4. Raises InputError unless dim is a positive multiple of 4."""
-    require(dim > 0 and dim % 4 == 0,
-            f"dim {dim} must be a multiple of 4, and not 0, for sine-cosine positions")
+    require(dim > 0 and dim % 4 == 0, f"dim {dim} must be a multiple of 4: positions have 4 parts")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
     row = torch.arange(h).repeat_interleave(w)                         # (L,) y of each patch
@@ -290,7 +289,7 @@ class ViT(nn.Module):
 
     def mask(self, images, noise, mask_ratio):
         """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
-        `noise` (B,L) is random if None. If it is a bool tensor, it is the mask itself, True =
+        Without `noise` (B,L) it is random. If it is a bool tensor, it is the mask itself, True =
         masked. Raises ValueError if the shape of `noise` does not fit the images, or if such a mask
         has another number of visible patches than mask_ratio gives."""
         B, L = len(images), self.num_patches
@@ -426,7 +425,7 @@ def to_released(model):
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
     names. Assumes RGB images, and square patches in a square grid. Shapes do not tell the number of
-    heads: it is `heads` or, if None, that of the entry of SIZES with the same width and depth.
+    heads: it is `heads` or else that of the entry of SIZES with the same width and depth.
     Raises InputError if this is not a ViT."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
@@ -449,9 +448,9 @@ def count_extra_tokens(state):
 
 
 def transfer(model, state, grid=None):
-    """Initialise `model` from a state dict with our names: always the encoder, and the rest
-    (decoder or head) only if all its names and shapes match. Positions from another `grid` (h, w)
-    are interpolated; None means a square one. A frozen teacher on either side is ignored.
+    """Initialise `model` from a state dict that uses this repository's parameter names. The encoder
+    is always loaded; the decoder or head only if all of its names and shapes match. Positions from
+    another `grid` (h, w), by default square, are interpolated. A frozen teacher is ignored.
 
     Returns the names in the model that were not set, and those in `state` that were not used.
     Raises InputError if these include encoder parameters other than norm and extra tokens."""

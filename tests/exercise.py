@@ -439,20 +439,27 @@ def remove_here(names):
 
 def handout(folder, names):
     """Copy the project into a new folder, without the bodies of these exercises, and add a page of
-    tasks. Files that git does not track, a solution of yours for example, are left out."""
+    tasks. Copies the last commit: your solutions that are not committed stay here. Without git,
+    copies all."""
     if not names:
         refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         refuse(f"{folder} exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    tracked = git("ls-files", "-z").split("\0")[:-1]       # none without git: then copy all
-    patterns = ("*.py", "*.txt", "*.md", "LICENSE*", "tests/**/*", ".github/**/*")
-    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
-        name = path.relative_to(ROOT).as_posix()
-        wanted = name in tracked or (not tracked and path.suffix != ".pyc")
-        if path.is_file() and wanted and path.name != "test_exercise.py":      # it has solutions
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, folder / name)
+    if git("ls-files", "mae.py"):
+        archive = folder / "all.tar"
+        git("archive", "HEAD", "-o", str(archive.absolute()))
+        shutil.unpack_archive(archive, folder)
+        archive.unlink()
+    else:                                                  # without git: all sources
+        files = (path for pattern in ("*.py", "*.txt", "*.md", "LICENSE*", "tests/**/*",
+                                      ".github/**/*") for path in ROOT.glob(pattern))
+        for path in files:
+            if path.is_file() and path.suffix != ".pyc":
+                copy = folder / path.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+    (folder / "tests/test_exercise.py").unlink(missing_ok=True)        # it has solutions
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the sources named in its place and the paper tell you what it must do. The "
             "checks compare your results with plain-loop references in `tests/references.py`; try "

@@ -378,24 +378,13 @@ def test_the_hint_names_each_slip(name, monkeypatch):
         assert hint in check(name), slip
 
 
-def test_a_check_ends_and_prints_each_result_at_once(monkeypatch, capsys):
+def test_a_check_ends(monkeypatch, capsys):
     monkeypatch.setattr(exercise, "LIMIT", 1)
     solve(monkeypatch, "vit.patchify", "\nwhile True:\n    images = images + 1")
-    solve(monkeypatch, "vit.masking", "\nsys = __import__('sys')\nsys.exit(0)")
-    assert main(["--check"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(EXERCISES) and lines[0] == "vit.patchify takes too long"
-    assert lines[1].startswith("train.learning_rate is right") and lines[3] == (
-        "vit.masking raises an error")
-    assert main(["--check", "vit.masking"]) == 1 and "SystemExit: 0" in capsys.readouterr().out
-
     solve(monkeypatch, "vit.masking", "\n__import__('os')._exit(3)")
-    assert main(["--check", "vit.masking"]) == 1 and "SystemExit: 3" in capsys.readouterr().out
-
-    solve(monkeypatch, "vit.normalize_patches", "\nraise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        main(["--check", "train.learning_rate", "vit.normalize_patches"])
-    assert capsys.readouterr().out.startswith("train.learning_rate is right")
+    assert main(["--check", "vit.patchify", "vit.masking"]) == 1
+    said = capsys.readouterr().out
+    assert "vit.patchify takes too long" in said and "SystemExit: 3" in said
 
 
 @pytest.fixture
@@ -436,35 +425,32 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     path.write_text(after.replace(taken, f"x = 1\n        {taken}"), encoding="utf-8")
     refused(main, ["mae.MAE.forward"], "mae.MAE.forward has uncommitted changes. To keep them: git "
             "commit -m mine", "To discard all changes of the file: git checkout HEAD -- mae.py")
-    assert main(["--check", "mae.MAE.forward"]) == 0
-    assert "; compare with the original: git diff HEAD -- mae.py" in capsys.readouterr().out
     assert main(["mae.MAE.add_mask_tokens"]) == 0          # another one, which git has
     assert "x = 1\n" in path.read_text(encoding="utf-8")
 
     repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert path.read_bytes() == before
-    (tmp_path / "solutions.py").write_text("mine")         # a handout has what git tracks, or all
+    (tmp_path / "solutions.py").write_text("mine")         # a handout has the last commit, or all
+    path.write_bytes(before + b"# mine")
     for has_git in (True, False):
         if not has_git:
             shutil.rmtree(tmp_path / ".git")
-        assert main(["--handout", str(tmp_path / f"class{has_git}"), "mae.MAE.forward"]) == 0
-        copied = {file.name for file in (tmp_path / f"class{has_git}").iterdir()}
-        assert {"mae.py", "TASKS.md"} < copied and ("solutions.py" in copied) != has_git
+        folder = tmp_path / f"class{has_git}"
+        assert main(["--handout", str(folder), "mae.MAE.forward"]) == 0
+        assert (folder / "solutions.py").exists() != has_git and (folder / "TASKS.md").exists()
+        assert ("# mine" in (folder / "mae.py").read_text(encoding="utf-8")) != has_git
+    path.write_bytes(before)
     refused(main, ["vit.patchify"], "git does not track vit.py")
     assert path.read_bytes() == before
 
 
-def test_handout(tmp_path, refused):
+def test_handout(tmp_path):
+    """No copy has a solution, and a removed body ends a check in words."""
     folder, names = tmp_path / "class", [name for name in EXERCISES if "cross" not in name]
     assert main(["--handout", str(folder), *names]) == 0
-    refused(main, ["--handout", folder, "mae.MAE.forward"], "is not an empty folder")
-    refused(main, ["--handout", tmp_path / "new"], "needs the names")
     page = (folder / "TASKS.md").read_text(encoding="utf-8")
     assert all(f"--check {name}`" in page for name in names)
     assert "`crossmae.CrossAttention.forward` is nearly the solution of `vit.Attention" in page
-    assert "`imae.IMAE.decode` is nearly the solution of `mae.MAE.add_mask_tokens`" in page
-    assert "`minr.fourier_features` is the same function" in page
-    assert "`mae.MAE.forward` is nearly" not in page       # it is a task itself
     for twin in sum(exercise.TWINS.values(), []):
         owner, last = find(twin)
         assert hasattr(owner, last)
@@ -474,27 +460,7 @@ def test_handout(tmp_path, refused):
                      "predicted.repeat(", "var_mean(", "the large encoder sees", "w_i)"):
         assert solution not in text and solution in original
     assert not (folder / "tests/test_exercise.py").exists()
-
-    def run():
-        done = subprocess.run([sys.executable, "-m", "tests.exercise", "--check", *names],
-                              cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 1 and not done.stderr
-        return done.stdout
-    source = (ROOT / "vit.py").read_text(encoding="utf-8")
-    (folder / "vit.py").write_text(source.replace("noise.argsort", "noise.argsorted"), "utf-8")
-    out = run()
-    assert "vit.patchify is right\n" in out and "vit.masking raises an error\n  called with" in out
-    assert "in masking: order = noise.argsorted(" in out and "AttributeError" in out
-    for name in names:
-        assert name.startswith("vit.") or f"{name} is not implemented yet\n" in out
-    (folder / "vit.py").write_text(source.replace("B, C, H, W = images", "B, C, = = images"))
-    out = run()
-    assert out.count("SyntaxError") == 1 and out.count("B, C, = = images") == 1
-    assert out.count("its file cannot be imported, see above\n") == len(names) - 1
-
-
-def test_the_list_and_unknown_names(capsys, refused):
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-len(EXERCISES):]] == list(EXERCISES)
-    refused(main, ["--check", "patchify"], "patchify is not an exercise")
+    done = subprocess.run([sys.executable, "-m", "tests.exercise", "--check", *names], cwd=folder,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stderr
+    assert all(f"{name} is not implemented yet\n" in done.stdout for name in names)

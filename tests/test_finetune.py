@@ -245,7 +245,8 @@ def test_nearest_neighbours_by_hand(spy):
         score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
         with train.autocast(args):                         # as evaluate calls it
             found += score(query)
-    assert torch.allclose(found[0], wanted, rtol=1e-4) and ranked == [(torch.float32, "highest")] * 2
+    assert torch.allclose(found[0], wanted, rtol=1e-4) and ranked == [
+        (torch.float32, "highest")] * 2
     assert not torch.equal(*found) and torch.allclose(*found, rtol=0.2)
 
 
@@ -415,7 +416,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
 @pytest.mark.parametrize("mode, words", [
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
-def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
+def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
     """Also where workers draw, and mixing and drop path in the process itself. Another checkpoint
     would change nothing."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
@@ -423,8 +424,7 @@ def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
     with stopping_after_two(monkeypatch):
         tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
     resumed, _ = tune(*words, "--checkpoint", "runs/mae", "--resume", name="stopped")
-    assert "checkpoint" not in capsys.readouterr().out and (
-        resumed["flags"]["checkpoint"] == "runs/mae/last.pt")
+    assert resumed["flags"]["checkpoint"] == "runs/mae/last.pt"        # where it is from
     assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 
 

@@ -182,6 +182,17 @@ def test_reading_one_of_many_files(monkeypatch):
     assert peak < 50_000                                   # bytes
 
 
+@pytest.mark.parametrize("crop, low, high", [(0.2, 3 / 4, 4 / 3), (1, 1, 1)])
+def test_crops_of_images_that_are_not_square(crop, low, high):
+    """They are stretched by 3/4 to 4/3, and not without a crop. The zoom is measured on ramps."""
+    x, y = torch.arange(192).expand(64, 192), torch.arange(64)[:, None].expand(64, 192)
+    transform = train.crop_transform((16, 48), settings(crop=crop))
+    crops = [transform(torch.stack([x, y]).byte()).float() for _ in range(100)]    # (2, 16, 48)
+    stretch = torch.stack([(c[0, 8, 40] - c[0, 8, 8]) / (c[1, 13, 24] - c[1, 3, 24]) * 10 / 32
+                           for c in crops])
+    assert 0.9 * low < stretch.min() < 1.1 * low and 0.9 * high < stretch.max() < 1.1 * high
+
+
 def test_whole_images():
     """crop_transform without a crop resizes, and center_crop adds no border."""
     image = torch.randint(0, 256, (3, 24, 48), dtype=torch.uint8)
