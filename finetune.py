@@ -9,6 +9,7 @@ Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the re
 The end of this file lists where they differ. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
 """
 
+import argparse
 from functools import partial
 from pathlib import Path
 

@@ -414,7 +414,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     out, after = capsys.readouterr().out, path.read_text(encoding="utf-8")
     assert "--check mae.MAE.forward vit.Attention.forward" in out
     assert "git checkout HEAD -- mae.py vit.py" in out
-    start = after.index("        their predictions, a float32", after.index("def forward"))
+    start = after.index("        and their predictions; metrics", after.index("def forward"))
     assert after[start:].splitlines()[1:4] == [
         "        # see Sec. 3, item 4, Table 1d, item 3",
         '        raise NotImplementedError("exercise: mae.MAE.forward")', ""]
@@ -457,7 +457,7 @@ def test_handout(tmp_path):
     text, original = ("".join(file.read_text(encoding="utf-8") for file in place.glob("*.py"))
                       for place in (folder, ROOT))
     for solution in ("phase.cos()", "noise.argsort", "x[:, 1:] + pos[ids_keep]",
-                     "predicted.repeat(", "var_mean(", "the large encoder sees", "w_i)"):
+                     "U.repeat(", "var_mean(", "the large encoder sees", "w_i.float"):
         assert solution not in text and solution in original
     assert not (folder / "tests/test_exercise.py").exists()
     done = subprocess.run([sys.executable, "-m", "tests.exercise", "--check", *names], cwd=folder,
