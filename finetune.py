@@ -10,7 +10,6 @@ The end of this file lists where they differ. For i-MAE's Tables 3 and 4 see tes
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import torch

@@ -43,9 +43,8 @@ from hypermae import HyperMAE
 from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
 from minr import MINR
-from vit import (IMAGENET_MEAN, IMAGENET_STD, SIZES, Block, InputError, denormalize, from_released,
-                 grid_of, mask_noise, normalize, pair, require, sizes_of,
-                 transfer, visible_count)
+from vit import (SIZES, Block, InputError, denormalize, from_released, grid_of, mask_noise,
+                 normalize, pair, require, sizes_of, transfer, visible_count)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
@@ -386,8 +385,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 def compare(args):
     """--eval: print PSNR rows of checkpoints, and each method's own measures and figures. Writes a
     picture of their reconstructions, named after their runs."""
-    require(args.world == 1,
-            f"--eval runs in one process, not in {args.world}: python train.py --eval")
+    require(args.world == 1, f"--eval runs in one process, not in {args.world}")
     rows, columns, notes, size, first_sizes = [], [], [], None, None
     paths, given_data = [], args.data
     for word in args.eval:                                 # Windows shells do not expand runs/*
@@ -900,9 +898,8 @@ def choose_device(args):
 
 
 def default_workers():
-    """Return the number of data loading workers: one per CPU core of this process, at most 8. Where
-    processes are not forked it is 0, because workers would start anew each epoch."""
-    if sys.platform != "linux":
+    """Return the number of data loading workers: one per CPU core of this process, at most 8."""
+    if sys.platform != "linux":                            # not forked, they would be slow to start
         return 0
     return min(8, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
