@@ -16,8 +16,7 @@ from tests.conftest import DECODER, ROOT, write_pictures
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "tests/REFERENCE.md").read_text(encoding="utf-8")
-(LOOP,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-MODELS, CLASSIFIER, INTER_BLOCK, SIMMIM, TIMM = re.findall(
+MODELS, CLASSIFIER, LOOP, INTER_BLOCK, SIMMIM, TIMM = re.findall(
     r"```python\n(.*?)```", REFERENCE, re.DOTALL)
 
 
