@@ -338,8 +338,8 @@ def apply_recipe(args, recipe, small, config, n):
         if name not in given:
             setattr(args, name, value)
     if "batch_size" not in given and args.batch_size > n / 10:
-        print(f"note    the default --batch_size {args.batch_size} exceeds a tenth of {n} images")
-        args.batch_size = 2 ** max(1, int(math.log2(n / 10)))
+        usual, args.batch_size = args.batch_size, 2 ** max(1, int(math.log2(n / 10)))
+        print(f"note    batch size {args.batch_size} instead of {usual}, as there are {n} images")
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
     require(len(args.betas) == 2 and all(0 <= beta < 1 for beta in args.betas),
