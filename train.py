@@ -847,11 +847,13 @@ def resume(last, model, optimizer, scaler, content, args):
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # {}: it was not fp16
         scaler.load_state_dict(saved["scaler"])
-    for name in ("init", "checkpoint", "teacher"):         # their weights are in last.pt
-        if name in flags:
-            setattr(args, name, flags[name])
     for name, value in vars(args).items():
-        if flags.get(name, value) != value and name not in ("resume", "overwrite", "command"):
+        if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
+            continue
+        if name in ("init", "checkpoint", "teacher"):
+            print(f"note    {name} {flags[name]} is kept: its weights are in {last}")
+            setattr(args, name, flags[name])
+        else:
             print(f"note    {name} changed from {flags[name]} to {value}")
     print(f"resumed after epoch {epoch}")
     return saved["history"]

@@ -416,7 +416,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
 @pytest.mark.parametrize("mode, words", [
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
-def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
+def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
     """Also where workers draw, and mixing and drop path in the process itself. Another checkpoint
     would change nothing."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
@@ -424,7 +424,8 @@ def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
     with stopping_after_two(monkeypatch):
         tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
     resumed, _ = tune(*words, "--checkpoint", "runs/mae", "--resume", name="stopped")
-    assert resumed["flags"]["checkpoint"] == "runs/mae/last.pt"        # where it is from
+    assert "note    checkpoint runs/mae/last.pt is kept" in capsys.readouterr().out
+    assert resumed["flags"]["checkpoint"] == "runs/mae/last.pt"
     assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 
 
