@@ -302,6 +302,7 @@ def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch
     with stopping_after_two(monkeypatch):
         pretrain(*words, name="part")
     part = pretrain(*words, "--resume", "--teacher", "runs/mae", name="part")
+    assert "note    teacher runs/mae/last.pt is kept" in capsys.readouterr().out
     assert same(whole["model"], part["model"]) and len(part["history"]) == 3
     together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--name", "two")
     assert same(whole["model"], train.read("runs/two/last.pt")["model"], atol=1e-6)
