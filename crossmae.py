@@ -95,7 +95,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
+    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -202,7 +202,7 @@ class CrossMAE(nn.Module):
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
-        # decoded separately: with self_attention, visible queries would change masked ones
+        # two calls, as with self_attention, visible patches would change predictions of masked ones
         pred_mask = self.decode(features, ids_mask)                    # (B, M, p*p*C) item 10
         pred_keep = self.decode(features, ids_keep)                    # (B, K, p*p*C)
         pred = torch.cat([pred_keep, pred_mask], dim=1)                # (B, L, p*p*C)

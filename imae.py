@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); tests/FLAGS.md has CIFAR and Tiny-ImageNet
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: of training, without augmentation
-    # as on CIFAR (Table 1), then of the model
+    # for images up to 64 pixels or the micro encoder, our values: for training, without
+    # augmentation as on CIFAR (Table 1), then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -146,7 +146,7 @@ class IMAE(nn.Module):
             recon.append((pred.float() - target).square().mean())
             if self.distill_weight > 0:
                 w_i = self.teach(x_i, ids_keep)                        # (B, 1+K, E)
-                distill = distill + (z_i.float() - w_i.float()).square().mean()  # item 2
+                distill = distill + (z_i.float() - w_i.float()).square().mean()  # l2_loss(z_i, w_i)
         loss = self.distill_weight * distill + sum(recon)              # c distill + recon, item 4
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
                    "distill": distill}
@@ -288,8 +288,8 @@ class IMAE(nn.Module):
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """Fit a linear map from x (N,T,a) to y (N,T,b), T tokens, by ridge regression, (X^T X + lambda
-    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction of y_val's variance, around the
-    mean of y at each token, that it explains."""
+    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the explained fraction of y_val's variance
+    around the mean of y at each token."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)

@@ -35,7 +35,7 @@ class MAE(nn.Module):
     recipe = dict(  # Table 8; epochs from Table 1, flip from Sec. 4.1, crop from the release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
+    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
@@ -86,9 +86,9 @@ class MAE(nn.Module):
 
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L), random by default,
-        does the paper's shuffling: the K patches with the lowest numbers stay visible. The loss, a
-        float32 scalar, is the mean squared error between masked patches and their predictions;
-        metrics is {"loss": the detached loss}."""
+        does the paper's shuffling: the K patches with the lowest numbers stay visible. metrics is
+        {"loss": the detached loss}. The loss is the mean squared error between masked patches and
+        their predictions, a float32 scalar."""
         # few patches stay visible, so that the others cannot be copied from them (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees a quarter of the patches

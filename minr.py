@@ -47,8 +47,8 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, called "paper" below. Defaults follow it, e.g. with a grid of 14 x 14 patches in 182
-    x 182 pixels (item 1). Where it gives no value, they follow the release.
+    the paper, called "paper" below. Defaults follow it, such as 182 x 182 pixels in a 14 x 14 grid
+    of patches (item 1). Where it gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -78,7 +78,7 @@ class MINR(nn.Module):
         # of TransINR's learning rate, to a tenth after 80% of the epochs, is not implemented
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: of training, then of the model
+    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
     small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     small_model = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
@@ -128,7 +128,7 @@ class MINR(nn.Module):
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
             self.biases.append(torch.zeros(b))
-        self.to_weights = nn.ModuleDict({                  # from a weight token to a column of U
+        self.to_weights = nn.ModuleDict({                  # turns a weight token into a column of U
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i]))
             for i in self.groups})
 
