@@ -340,7 +340,8 @@ def as_html(text, path, used):
         return (f'<button type="button" popovertarget="{Path(path).stem}-{found[0]}">{found[0]}'
                 f"</button>")
 
-    text = re.sub(r"`(.*?)`", r"<code>\1</code>", escape(text)).replace("\n\n", "<br><br>")
+    text = re.sub(r"`(.*?)`", r"<code>\1</code>", escape(text))
+    text = re.sub(r"\n {4,}", "<br>", text).replace("\n\n", "<br><br>")        # formulas: by line
     return re.sub(r"\bitems? \d+(?:(?:, | and )\d+)*",
                   lambda found: re.sub(r"\d+", button, found[0]), text)
 
@@ -378,8 +379,9 @@ def section(call, model, used, names=None, callers=()):
         letters = ", ".join(filter(None, [shapes for shapes, _ in told]))
         known = {**names, **steps[-1].names} if steps else names
         words = [f"<b>{escape(letters)}</b>" * bool(steps), escape(numbers)]
-        if len(steps) > 1 and (made or calls):
-            words.append(f"× {len(steps)}")
+        times = len(steps) - (bool(steps) and isinstance(steps[0].statement.node, ast.For))
+        if times > 1 and (made or calls):                  # the header of a loop also ends it
+            words.append(f"× {times}")
         if steps and steps[-1].gradients:
             norms = [f"{part} {norm:.2g}" for part, norm in steps[-1].gradients.items()]
             words.append(f"norms of gradients: {', '.join(norms)}")
