@@ -1,43 +1,64 @@
-"""The numbers of tests/RESULTS.md and README.md, computed from the lines of tests/results.jsonl:
+"""The numbers of tests/RESULTS.md, README.md and .github/results.svg, computed from the lines of
+tests/results.jsonl:
 
-    python -m tests.tables                       # writes them between their marks
+    python -m tests.tables                       # writes them: the text between marks, the figure
     python -m tests.tables FILE.jsonl            # prints the tables of another file
 
-The words are in RESULTS.md: names of encoders, claims, and sentences with columns to be looked up,
-such as "1%" (top-1 in %), "random 0.75 masked" or "other random 0.75 decoded" (PSNR in dB), "alpha
-0.2 branch subordinate" (R^2, i-MAE), "block sum visible" (attention, MAE).
+The names of encoders are in RESULTS.md. tests/sentences.txt has the sentences, and the comparisons
+of questions and claims. Their columns are looked up: "1%" (top-1 in %), "random 0.75 masked" or
+"other random 0.75 decoded" (PSNR in dB), "alpha 0.2 branch subordinate" (R^2, i-MAE), "block sum
+visible" (attention, MAE).
 """
 
 import argparse
+import functools
+import math
 import re
 import sys
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 
-from finetune import default_pool
-from tests.results import ALPHAS, CONDITIONS, PRETRAINED, RATES, SWEEP, read_lines
+import torch
+
+from finetune import RECIPES, default_pool
+from tests.bench import count_flops
+from tests.results import (ALPHAS, CONDITIONS, LONGER, NORM, PRETRAINED, RATES, SOURCES, SWEEP,
+                           read_lines)
 from train import METHODS, add_method_arguments
 from vit import SIZES
 
 TEXT = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
 NAMES = dict(re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", TEXT, re.M))      # "ginr": "MINR, GINR"
-CODES = {name: code for code, name in NAMES.items()}
-IN_README = ("untrained", "mae", "mae_4", "mae_joined", "crossmae", "crossmae_25", "hypermae",
-             "ginr", "ginr_mean", "transinr", "imae", "scratch")
+NAMES |= {f"scratch_{rate}": f"from scratch, lr {float(rate):g}" for rate in RATES}
+CODES = {name: code for code, name in NAMES.items()} | {"no pretraining": "none"}
+SHOWN = {  # encoder: its names in the README's table and in the figure
+    "none": ("no pretraining", ""), "mae": ("MAE", "MAE"),
+    "crossmae": ("CrossMAE, predicts all masked patches", "CrossMAE, all"),
+    "crossmae_25": ("CrossMAE, predicts a third of them", "CrossMAE, a third"),
+    "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR (GINR)", "MINR"),
+    "imae": ("i-MAE, taught by this MAE", "i-MAE")}
+MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens, for all alike
+ENDS = ("with norm", "without norm")     # of frozen features, chosen with these encoders:
+CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
-TABLES = {"Classification": TOP1, "Choices on held-out training images":
-          [f"{column} held out" for column in TOP1 if column != "linear"], "Learning rates": [f"lr {float(rate):g}" for rate in RATES]}
+HELD_OUT = [f"{column} held out" for column in TOP1 if column != "linear"]
+PIXELS = "random 0.75 masked"
+TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES],
+          "Frozen features with and without a final norm": [
+              f"{column} {end}" for column in TOP1[:2] for end in ENDS],
+          "Choices on held-out training images": [
+              *HELD_OUT, *(f"{HELD_OUT[0]} {end}" for end in ENDS)]}
 for data, where in ("", "own data"), ("other ", "other data"):
-    for part, pixels in ("masked", "masked pixels"), ("decoded", "the decoded image"):
-        TABLES[f"PSNR of {pixels} on {where}"] = [f"{data}{name} {part}" for name in CONDITIONS]
-for image in "subordinate", "dominant":
-    TABLES[f"Separability of the {image} image"] = [
-        f"{alpha} {source} {image}" for alpha in ALPHAS for source in ("branch", "control")]
+    TABLES[f"PSNR on {where}"] = [f"{data}{name} {part}" for part in ("masked", "decoded")
+                                  for name in CONDITIONS]
+TABLES["Separability"] = [f"{alpha} {source} {image}" for image in ("subordinate", "dominant")
+                          for alpha in ALPHAS for source in ("branch", "mixed", "control")]
 TABLES["Attention"] = [f"block {block} {part}" for block in (0, 1, 2, 3, "sum")
                        for part in ("visible", "masked", "share of visible")]
 SEEDS = 3                                                  # that a verdict needs
+NUMBER = r"{(?:(if|unless|until|control) )?(ViT\S+) \| (.*?) \| (.*?)}"   # in a sentence
+MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?"}
 
 
 class Setup:
@@ -61,28 +82,65 @@ class Setup:
                 column = "" if label == f"PSNR on {self.data}" else "other "
                 found = {f"{column}{name} {part}": number for name, row in numbers.items()
                          for part, number in row.items()}
+            elif encoder in NORM:                          # mae_norm, mae_raw
+                encoder, end = encoder.rsplit("_", 1)
+                found[f"{column} {ENDS[end == 'raw']}"] = numbers["top1"]
             else:
                 found[column] = numbers["top1"]
             if self.labels.setdefault(column, label) != label:
                 raise ValueError(f"{table}: {self.labels[column]} and {label} in one file")
             for name, number in found.items():
                 self.numbers[encoder, name][record["seed"]] = number
+        self.end = self.choose([(end, [(name, f"20-NN held out {end}") for name in CHOOSERS])
+                                for end in ENDS], SEEDS)
+        self.rate = self.choose([(rate, [(f"scratch_{rate}", f"{column} held out")
+                                         for column in TOP1[2:]]) for rate in RATES], 1)
+        self.add_no_pretraining()
+
+    def choose(self, options, seeds):
+        """Return which of the options [(name, keys of numbers), ...] has the highest mean, or None
+        as long as a number is missing."""
+        found = {name: [self.numbers[key] for key in keys] for name, keys in options}
+        if any(len(numbers) < seeds for row in found.values() for numbers in row):
+            return None
+        return max(found, key=lambda name: mean(mean(row.values()) for row in found[name]))
+
+    def add_no_pretraining(self):
+        """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
+        both are measured and no other learning rate is better from scratch."""
+        for column in {column for _, column in self.numbers}:
+            found = [self.numbers["untrained", column]]
+            if column in TOP1[2:]:
+                found.append(self.numbers["scratch", column])
+                if self.rate not in (None, rate_from_scratch()):
+                    continue
+            if all(len(numbers) == SEEDS for numbers in found):
+                self.numbers["none", column] = max(found, key=lambda row: mean(row.values()))
+
+    def results(self, column, *encoders):
+        """Return {seed: number} of each encoder: at the chosen end of the frozen features, if all
+        of them are measured there."""
+        chosen = [self.numbers[name, f"{column} {self.end}"] for name in encoders]
+        return chosen if all(chosen) else [self.numbers[name, column] for name in encoders]
 
     def row(self, encoder, columns):
         return [cell(self.numbers[encoder, column], precision(column)[0]) for column in columns]
 
     def judge(self, comparison, columns):
-        """Return {verdict: ["+0.8 ± 0.2 (1%)", ...]} for the comparison "A > B" in columns as in
-        "1%, 10%". "MAE: visible > MAE: masked" compares parts of a column."""
-        found = defaultdict(list)
+        """Return {column: (verdict, "+0.8 ± 0.2")} for the comparison "A > B" in columns, as in
+        "1%, 10%", without those not measured. "MAE: visible > MAE: masked" compares parts of a column.
+        """
+        found = {}
         sides = [side.split(": ") for side in comparison.split(" > ")]
         for column in columns.split(", "):
-            a, b = (self.numbers[CODES[name], " ".join([column, *part])] for name, *part in sides)
+            if any(len(side) == 2 for side in sides):
+                a, b = (self.numbers[CODES[name], f"{column} {part}"] for name, part in sides)
+            else:
+                a, b = self.results(column, *(CODES[name] for name, in sides))
             differences = {seed: a[seed] - b[seed] for seed in a if seed in b}
             places, floor = precision(column)
             if differences:
-                text = f"{cell(differences, places, '+')} ({column})"
-                found[verdict(differences, floor)].append(text)
+                found[column] = verdict(differences, floor), cell(differences, places, "+")
         return found
 
 
@@ -96,7 +154,7 @@ def read_setups(records):
 
 def precision(column):
     """Return how many decimals to print, and the floor that a mean difference must exceed."""
-    if column.removesuffix(" held out") in TOP1:
+    if column.split(" ")[0] in TOP1:
         return 1, 0.5                                      # in %
     if re.match(r"alpha|block (\d|sum)( |$)", column):     # R^2, attention
         return 3, 0.005
@@ -128,20 +186,42 @@ def markdown(heads, rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+# ------------------------------------------------------------------ what the classes tell
+@functools.cache
 def build(name, size):
-    """Return the model of an encoder in PRETRAINED, for CIFAR-10."""
+    """Return the model of an encoder in PRETRAINED, for CIFAR-10, with a random teacher."""
     method, *flags = PRETRAINED[name].split()
     parser = argparse.ArgumentParser()
     add_method_arguments(parser, METHODS[method])
     given = {k: v for k, v in vars(parser.parse_known_args(flags)[0]).items() if v is not None}
+    if "--teacher" in flags:
+        given["teacher"] = SIZES[size]
     return METHODS[method](32, 4, 3, **SIZES[size], **{**METHODS[method].small_model, **given})
 
 
-def decoder(name, size):
-    """Return the number of parameters outside the encoder, in thousands."""
-    n = sum(p.numel() for part, p in build(name, size).named_parameters()
-            if p.requires_grad and not part.startswith("encoder."))
-    return f"{n / 1e3:.0f}"
+@functools.cache
+def multiply_adds(name, size):
+    """Return the multiply-adds of a forward pass in pretraining, per image, in millions."""
+    with torch.no_grad():
+        return count_flops(lambda: build(name, size)(torch.zeros(1, 3, 32, 32))) / 2e6
+
+
+def relative_cost(name, size):
+    """Return the multiply-adds of an encoder's pretraining, relative to MAE's."""
+    if name not in PRETRAINED:
+        return ""
+    ratio = multiply_adds(name, size) / multiply_adds("mae", size)
+    return f"{LONGER.get(name, 1) * ratio:.2f}"
+
+
+def costs(name, size):
+    """Return the multiply-adds of a forward pass, in millions, and the number of parameters of the
+    encoder and of the rest, in thousands. An untrained encoder has cost nothing."""
+    counts = defaultdict(int)
+    for part, p in build(name, size).named_parameters():
+        counts[part.startswith("encoder.")] += p.numel() * p.requires_grad / 1e3
+    macs = "" if name.startswith("untrained") else f"{multiply_adds(name, size):.1f}"
+    return [macs, f"{counts[True]:,.0f}", f"{counts[False]:.0f}"]
 
 
 def readout(name, size):
@@ -151,20 +231,29 @@ def readout(name, size):
     n = len(encoder.extra_tokens) if weights else encoder.num_patches
     by_default = weights and not name.endswith("_mean") and default_pool(n, dim) == "joined"
     kind, joined = "weight tokens" if weights else "patch tokens", by_default or "_joined" in name
-    return f"{kind} joined ({n * dim:,})" if joined else f"{kind}, mean ({dim})"
+    return [f"{kind} joined ({n * dim:,})" if joined else f"{kind}, mean ({dim})"]
 
 
-EXTRA = {"Classification": ("readout", readout), "PSNR of masked pixels on own data": (
-    "decoder parameters, thousands", decoder)}             # more columns of TABLES
+def rate_from_scratch():
+    """Return the learning rate of the encoder "scratch", as in RATES."""
+    given = re.search(r"--lr (\S+)", SOURCES["scratch"])
+    default = RECIPES["scratch"][1]["lr"]
+    return given[1] if given else next(rate for rate in RATES if float(rate) == default)
+
+
+# ------------------------------------------------------------------ tables and sentences
+EXTRA = {  # more columns of TABLES
+    "Classification": (["readout"], readout), "PSNR on own data": (
+        ["multiply-adds, millions", "encoder, thousands", "decoder, thousands"], costs)}
 
 
 def tables(setup):
     """Return all tables of a setup."""
-    text = f"## {setup.title}\n\nMade: {'; '.join(setup.made)}.\n"
+    text = f"## {setup.title}\n"
     other = setup.labels.get("other ", "").removeprefix("PSNR on ")
     for title, columns in TABLES.items():
         columns = [c for c in columns if any(setup.numbers[name, c] for name in NAMES)]
-        rows, more = [], [EXTRA[title]] if title in EXTRA else []
+        rows, (more, details) = [], EXTRA.get(title, ([], lambda name, size: []))
         for name in NAMES:
             row = setup.row(name, columns)
             if title == "Learning rates":
@@ -175,68 +264,264 @@ def tables(setup):
                 row = [f"**{part}**" if part and float(part) == max(tried) > min(tried) else part
                        for part in row]
             if any(row):
-                rows.append([NAMES[name], *(detail(name, setup.size) for _, detail in more), *row])
+                rows.append([NAMES[name], *details(name, setup.size), *row])
         if rows:
-            heads = [*(head for head, _ in more), *(setup.labels.get(c, c) for c in columns)]
+            heads = ["encoder", *more, *(setup.labels.get(c, c) for c in columns)]
             title = title.replace("own data", setup.data).replace("other data", other)
-            text += f"\n### {title}\n\n{markdown(['encoder', *heads], rows)}"
+            text += f"### {title}\n{markdown(heads, rows)}"
+    return f"{text}\nMade: {'; '.join(setup.made)}.\n"
+
+
+def read_sections():
+    """Return tests/sentences.txt as {title: [(kind, [alternatives]), ...]}."""
+    sections = {}
+    for line in Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines():
+        kind, _, words = line.partition(": ")
+        if line.startswith("## "):
+            sections[line.removeprefix("## ")] = parts = []
+        elif kind == "or":
+            parts[-1][1].append(words)
+        elif sections and line:
+            parts.append((kind, [words]))
+    return sections
+
+
+def say(alternatives, setups):
+    """Return the first of the sentences all of whose conditions hold and whose numbers are clear,
+    with its numbers, or ""."""
+    by_model = {setup.model: setup for setup in setups}
+
+    def number(found):
+        condition, model, comparison, columns = found.groups()
+        judged = by_model[model].judge(comparison, columns) if model in by_model else {}
+        said = [judged.get(column, [""])[0] for column in columns.split(", ")]
+        supported = [verdict == "supported" for verdict in said]
+        clear = [verdict in MARKS for verdict in said]
+        holds = {"unless": all(clear) and not any(supported), "until": not all(clear),
+                 "control": all(supported) or not all(clear)}
+        if not holds.get(condition, all(supported)):
+            raise LookupError
+        if condition:
+            return ""
+        means = sorted((text[1:].split(" ")[0] for _, text in judged.values()), key=float)
+        return means[0] if len(means) == 1 else f"{means[0]} to {means[-1]}"
+
+    for template in alternatives:
+        try:
+            return re.sub(NUMBER, number, template)
+        except LookupError:
+            pass
+    return ""
+
+
+def compare(spec, setups):
+    """Return a table of differences A - B, with unclear ones in parentheses, for "A > B; C > D |
+    columns"."""
+    comparisons, columns = spec.split(" | ")
+    rows = []
+    for comparison in comparisons.split("; "):
+        for setup in setups:
+            judged, row = setup.judge(comparison, columns), []
+            for column in columns.split(", "):
+                said, text = judged.get(column, ("", ""))
+                if text and said not in ("supported", "contradicted"):
+                    text = f"({text.replace(' (', ', ').replace(')', '')})"
+                row.append(text)
+            if any(row):
+                rows.append([comparison.replace(" > ", " - "), setup.model, *row])
+    return markdown(["A - B", "encoder", *columns.split(", ")], rows) if rows else ""
+
+
+def values(spec, setups):
+    """Return a table of numbers, for "model | encoders | columns"."""
+    model, encoders, columns = spec.split(" | ")
+    rows = [[name, *setup.row(CODES[name], columns.split(", "))] for setup in setups
+            if setup.model == model for name in encoders.split("; ")]
+    return markdown([model, *columns.split(", ")], rows)
+
+
+def questions(setups):
+    """Return the questions: each with its answer, tables and caveats."""
+    makers, text = {"table": compare, "values": values}, ""
+    for title, parts in read_sections().items():
+        if title.endswith("?"):
+            text += f"### {title}\n"
+            for kind, words in parts:
+                if kind in makers:
+                    text += makers[kind](words[0], setups) + "\n"
+                elif kind in ("answer", "caveat"):
+                    text += say(words, setups) + ("\n\n" if kind == "answer" else " ")
+            text = text.rstrip() + "\n"
     return text
 
 
 def claims(setups):
-    """Return the table of claims with a column of verdicts for each setup."""
-    rows = []
-    for line in re.findall(r"^\| .* > .* \|$", TEXT, re.M):
-        row = line.strip("| ").split(" | ")[:4]            # claim, source, comparison, columns
-        for setup in setups:
-            judged = setup.judge(*row[2:4]).items()
-            row.append("; ".join(f"**{said}** {', '.join(texts)}" for said, texts in judged))
-        rows.append(row)
-    heads = ["claim", "source", "comparison", "columns", *(setup.budget for setup in setups)]
-    return markdown(heads, rows)
+    """Return a table of claims for each method, with verdicts and differences."""
+    text = ""
+    for title, parts in read_sections().items():
+        rows = []
+        for claim, source, comparison, columns in (
+                words[0].split(" | ") for kind, words in parts if kind == "claim"):
+            judged = [setup.judge(comparison, columns) for setup in setups]
+            rows.append([claim, source, comparison.replace(" > ", " - "), *(
+                "; ".join(f"{MARKS.get(said, said)} {difference} ({column})"
+                          for column, (said, difference) in found.items()) for found in judged)])
+        if rows:
+            heads = ["claim", "source", "A - B", *(setup.budget for setup in setups)]
+            text += f"### {title}\n{markdown(heads, rows)}"
+    return text
 
 
-def findings(setups):
-    """Return the sentences with numbers for {model | A > B | columns}: by how much A is better.
-    {model | A ? B | columns} lists those that are not inconclusive. A sentence is left out if its
-    numbers are missing or a verdict on A > B is not supported."""
-    by_model, sentences = {setup.model: setup for setup in setups}, []
-
-    def numbers(found):
-        model, comparison, columns = found[1].split(" | ")
-        judged = by_model[model].judge(comparison.replace("?", ">"), columns)
-        texts = [text.replace("(other ", "(")              # the sentence says that it is other data
-                 for text in judged["supported"] + judged["contradicted"]]
-        known = texts + judged["inconclusive"] if "?" in comparison else judged["supported"]
-        if len(known) <= columns.count(", "):              # not in every column
-            raise LookupError
-        if "?" not in comparison:
-            texts = [text[1:].split(" (")[0] for text in texts]        # without sign and column
-            if len(texts) > 3:
-                texts = sorted((text.split(" ")[0] for text in texts), key=float)
-                return f"{texts[0]} to {texts[-1]}"
-        return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]])) or "none"
-
-    for sentence in re.search(r"<!-- sentences\n(.*?)-->", TEXT, re.DOTALL)[1].splitlines():
-        with suppress(LookupError):
-            sentences.append(re.sub(r"{(.*?)}", numbers, sentence))
-    return sentences
+def short_sentences(setups, link=""):
+    """Return the sentences for the README, at most six. A link leads to their question."""
+    said = []
+    for title, parts in read_sections().items():
+        anchor = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+        texts = [say(words, setups) for kind, words in parts if kind == "short"]
+        said += [text + link.format(anchor) for text in texts if text]
+    return "".join(f"{i}. {text}\n" for i, text in enumerate(said[:6], start=1))
 
 
-def numbered(texts):
-    return "".join(f"{i}. {text}\n" for i, text in enumerate(texts, start=1))
+def say_all(kind, setups):
+    """Return all sentences of one kind, in one paragraph."""
+    return " ".join(filter(None, (say(words, setups) for parts in read_sections().values()
+                                  for name, words in parts if name == kind))) + "\n"
 
 
 def summary(setups):
-    """Return the README's table of results: what is read, and three columns for each setup."""
-    columns = ("random 0.75 masked", "20-NN", "100%")
-    heads = ["", f"features ({setups[0].model})"]
+    """Return the README's table of results: four columns for each setup."""
+    heads, rows = [""], [[label] for label, _ in SHOWN.values()]
     for setup in setups:
-        heads += [f"{setup.budget}: PSNR", *columns[1:]]
-    rows = [[NAMES[name], readout(name, setups[0].size),
-             *(part for setup in setups for part in setup.row(name, columns))]
-            for name in IN_README]
-    return markdown(heads, [row for row in rows if any(row[2:])])
+        heads += [f"{setup.model}: pixels, dB", "20-NN, %", "fine-tuned, %", "cost"]
+        readers = [MEANS.get(name, name) for name in SHOWN]
+        knn = setup.results("20-NN", *readers)
+        for row, name, reader, numbers in zip(rows, SHOWN, readers, knn):
+            pixels, = setup.row(name, [PIXELS])
+            cost = relative_cost(name, setup.size) if pixels else ""
+            row += [pixels, cell(numbers, 1), *setup.row(reader, ["100%"]), cost]
+    return markdown(heads, [row for row in rows if any(row[1:])])
+
+
+def choices(setups):
+    """Return what held-out training images have chosen, a list."""
+    text = ""
+    for setup in setups:
+        norm = f"frozen features are read {setup.end}, for all methods alike" if setup.end else (
+            "not chosen yet: each method's frozen features end as in its pretraining")
+        used = rate_from_scratch()
+        rate = "not chosen yet" if not setup.rate else (
+            f"{float(setup.rate):g}" if setup.rate == used else
+            f"{float(setup.rate):g}; the rows *from scratch* have {float(used):g}, and no sentence "
+            f"uses them")
+        text += (f"- {setup.model}, final norm: {norm}.\n"
+                 f"- {setup.model}, learning rate from scratch: {rate}.\n")
+    return text
+
+
+# ------------------------------------------------------------------ the figure
+WIDTH, HEIGHT = 415, 380                                   # of a panel
+LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # where its dots are
+STYLE = """
+  text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+  .back { fill: #ffffff } .grid { stroke: #e4e8ec } .leader { stroke: #818b98 }
+  .axis { fill: #59636e } .title { font-weight: 600 } .seed { opacity: .45 }
+  .mae { fill: #0969da } .crossmae { fill: #1a7f37 } .crossmae_25 { fill: #4fb3a5 }
+  .hypermae { fill: #cf222e } .ginr { fill: #d18616 } .imae { fill: #8250df }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc } .axis { fill: #9198a1 }
+    .back { fill: #0d1117 } .grid { stroke: #262c36 } .leader { stroke: #7d8590 }
+    .mae { fill: #4493f8 } .crossmae { fill: #3fb950 } .crossmae_25 { fill: #7fd8cb }
+    .hypermae { fill: #ff7b72 } .ginr { fill: #e3b341 } .imae { fill: #bc8cff }
+  }
+"""
+
+
+def ticks(low, high):
+    """Return four to eight round numbers between low and high."""
+    step = next(step for step in (.1, .2, .25, .5, 1, 2, 5, 10) if (high - low) / step < 8)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def free_place(width, x, y, taken):
+    """Return the box (left, top, right, bottom) for a label nearest to the point x, y that leaves
+    the boxes `taken` free and is within the panel."""
+    for distance in range(9, 80, 5):
+        for dx, dy in ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1)):
+            left, top = x + dx * distance + (dx - 1) / 2 * width, y + dy * distance + (dy - 1) * 8
+            box = (left, top, left + width, top + 16)
+            if left > LEFT and box[2] < WIDTH - 2 and TOP < top and box[3] < BOTTOM and not any(
+                    box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3]
+                    for b in taken):
+                return box
+    raise ValueError(f"no place for a label near {x:.0f}, {y:.0f}")
+
+
+def panel(setup, shift):
+    """Return the SVG lines of a setup: a small dot a seed, a large one and a name for the mean."""
+    names = [name for name in SHOWN if name != "none"]
+    readers = setup.results("20-NN", *(MEANS.get(name, name) for name in names))
+    points = {}
+    for name, knn in zip(names, readers):
+        psnr = setup.numbers[name, PIXELS]
+        if knn and psnr:
+            points[name] = {seed: (psnr[seed], knn[seed]) for seed in knn if seed in psnr}
+    xs, ys = zip(*(point for seeds in points.values() for point in seeds.values()))
+    (x0, x1), (y0, y1) = ((min(v) - .1 * (max(v) - min(v)), max(v) + .1 * (max(v) - min(v)))
+                          for v in (xs, ys))
+
+    def place(point):
+        return (LEFT + (point[0] - x0) / (x1 - x0) * (RIGHT - LEFT),
+                BOTTOM - (point[1] - y0) / (y1 - y0) * (BOTTOM - TOP))
+
+    lines = [f'<g transform="translate({shift} 0)">',
+             f'<text class="title" x="{LEFT}" y="22">{setup.budget}</text>']
+    for value in ticks(x0, x1):
+        x, _ = place((value, y0))
+        lines += [f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>',
+                  f'<text class="axis x" x="{x:.1f}" y="{BOTTOM + 18}" text-anchor="middle">'
+                  f'{value:g}</text>']
+    for value in ticks(y0, y1):
+        _, y = place((x0, value))
+        lines += [f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+                  f'<text class="axis y" x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">'
+                  f'{value:g}</text>']
+    lines += [f'<text class="axis" x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 42}" '
+              f'text-anchor="middle">PSNR of masked pixels, dB (right is better)</text>',
+              f'<text class="axis" transform="translate(16 {(TOP + BOTTOM) / 2}) rotate(-90)" '
+              f'text-anchor="middle">20-NN accuracy, % (up is better)</text>']
+    centres, taken = {}, []
+    for name, seeds in points.items():
+        centres[name] = place([mean(values) for values in zip(*seeds.values())])
+        dots = {**{seed: place(point) for seed, point in seeds.items()}, "mean": centres[name]}
+        for seed, (x, y) in dots.items():
+            kind, radius = ("", 7) if seed == "mean" else (" seed", 3.5)
+            lines.append(f'<circle class="{name}{kind}" data-seed="{seed}" cx="{x:.2f}" '
+                         f'cy="{y:.2f}" r="{radius}"/>')
+            taken.append((x - radius, y - radius, x + radius, y + radius))
+    for name, (x, y) in centres.items():
+        label = SHOWN[name][1]
+        left, top, right, bottom = free_place(7.2 * len(label), x, y, taken)
+        taken.append((left, top, right, bottom))
+        near_x, near_y = min(max(x, left), right), min(max(y, top), bottom)
+        if math.dist((x, y), (near_x, near_y)) > 12:
+            lines.append(f'<line class="leader" x1="{x:.1f}" y1="{y:.1f}" x2="{near_x:.1f}" '
+                         f'y2="{near_y:.1f}"/>')
+        anchor, at = ("end", right) if right < x else ("start", left) if left > x else (
+            "middle", (left + right) / 2)
+        lines.append(f'<text class="name" x="{at:.1f}" y="{top + 12.5:.1f}" '
+                     f'text-anchor="{anchor}">{label}</text>')
+    return [*lines, "</g>"]
+
+
+def figure(setups):
+    """Return the figure as SVG: a panel for each setup."""
+    size = f"{WIDTH * len(setups)} {HEIGHT}"
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
+             f'width="{WIDTH * len(setups)}" height="{HEIGHT}">', f"<style>{STYLE}</style>",
+             '<rect class="back" width="100%" height="100%" rx="6"/>']
+    for i, setup in enumerate(setups):
+        lines += panel(setup, i * WIDTH)
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def fill(path, **parts):
@@ -249,15 +534,19 @@ def fill(path, **parts):
 
 
 def main(folder=Path("tests")):
-    """Write the parts of RESULTS.md and README.md, which has the first sentence of each finding.
-    They compare the first table of each model."""
+    """Write the parts of RESULTS.md and README.md, and the figure. Their sentences, questions and
+    claims compare the first table of each model."""
     setups = read_setups(read_lines(folder / "results.jsonl"))
     compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
-    said = findings(compared)
-    first_sentences = [re.sub(r"(?<=[\w)])\. [A-Z].*", ".", text) for text in said]
-    fill(folder / "RESULTS.md", findings=numbered(said), claims=claims(compared),
+    both = dict(results=summary(compared), caption=say_all("caption", compared))
+    fill(folder / "RESULTS.md", **both, questions=questions(compared), claims=claims(compared),
+         findings=short_sentences(compared, " ([details](#{}))"), choices=choices(compared),
          tables="\n".join(map(tables, setups)))
-    fill(folder.parent / "README.md", results=summary(compared), findings=numbered(first_sentences))
+    fill(folder.parent / "README.md", **both, findings=short_sentences(compared),
+         start=say_all("start", compared))
+    picture = folder.parent / ".github/results.svg"
+    picture.parent.mkdir(exist_ok=True)
+    picture.write_text(figure(compared), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ WORDS = ["--data", "data/tiny", "--other", "data/more", "--epochs", "1", "--batc
          "--only", "untrained", "--seeds", "3", "--out", "out.jsonl"]
 FOLDER = "runs/results/data-tiny-ViT-micro-1-epochs-batch_size-16/3"
 LINES = results.read_lines(ROOT / "tests/results.jsonl")
+_, SENTENCES = (ROOT / "tests/sentences.txt").read_text(encoding="utf-8").split("\n## ", 1)
 
 
 def test_continues_where_it_stopped(monkeypatch, tmp_path):
@@ -138,21 +139,24 @@ def test_lines_and_claims_fit_together():
     names = {*results.PRETRAINED, *results.SOURCES}
     keys = [tuple(line[key] for key in ("table", "encoder", "column", "seed")) for line in LINES]
     assert len(keys) == len({*keys}) and {key[1] for key in keys} <= names | {*results.SWEEP}
-    assert {*tables.NAMES} == names | {"ginr_clip"}
-    asked = re.findall(r"^\| .* \| (.* > .*?) \| (.*?) \|", tables.TEXT, re.M)
-    asked += re.findall(r"{.*? \| (.*?) \| (.*?)}", tables.TEXT)
+    assert {*tables.NAMES} == names - {*results.NORM} | {"ginr_clip"}
+    known = sum(map(list, tables.TABLES.values()), [])
+    asked = re.findall(r"{.*? \| (.*?) \| (.*?)}", SENTENCES)
+    for kind, spec in re.findall("^(table|claim): (.*)", SENTENCES, re.M):
+        asked += [(part, spec.split(" | ")[-1]) for part in spec.split(" | ")[-2].split("; ")]
     for comparison, columns in asked:
-        for side in re.split(" [>?] ", comparison):
+        for side in comparison.split(" > "):
             name, _, part = side.partition(": ")
             assert name in tables.CODES
             for column in columns.split(", "):
-                assert f"{column} {part}".strip() in sum(map(list, tables.TABLES.values()), [])
-    assert len(asked) > 40
+                assert f"{column} {part}".strip() in known or part in tables.ENDS
+    assert len(asked) > 100
 
 
 def test_results_are_up_to_date(tmp_path):
     (tmp_path / "tests").mkdir()
-    names = ("README.md", "tests/results.jsonl", "tests/RESULTS.md")
+    (tmp_path / ".github").mkdir()
+    names = ("README.md", "tests/results.jsonl", "tests/RESULTS.md", ".github/results.svg")
     for name in names:
         shutil.copy(ROOT / name, tmp_path / name)
     tables.main(tmp_path / "tests")
@@ -211,8 +215,11 @@ def test_what_is_made_of_the_lines():
     lines += [line(f"mae{rate}", "pretraining", seed, lr=float(rate[1:] or 2e-3), psnr_masked=psnr)
               for rate, seed, psnr in (("", 0, 9.5), ("", 1, 99.0), ("_4e-3", 0, 18.2))]
     lines += [line("hypermae", "pretraining", 0, lr=2e-3, psnr_masked=17.0)]
+    lines += [line(f"mae_{end}", "20-NN", 0, top1=top1) for end, top1 in (("norm", 6), ("raw", 7))]
     tiny, micro = tables.read_setups(lines)
-    assert tiny.judge("MAE > from scratch", "1%") == {"supported": ["+9.9 ± 0.1 (1%)"]}
+    assert tiny.judge("MAE > from scratch", "1%") == {"1%": ("supported", "+9.9 ± 0.1")}
+    assert tiny.judge("MAE: with norm > MAE: without norm", "20-NN") == {
+        "20-NN": ("1 of 3 seeds so far", "-1.0 (seed 0)")}
     assert tiny.judge("MAE, joined > from scratch", "20-NN, 1%") == {}
     text = tables.tables(tiny)
     assert "| encoder | readout | 20-NN | 1% (18 epochs) |" in text
@@ -220,16 +227,15 @@ def test_what_is_made_of_the_lines():
                 "MAE, joined | patch tokens joined (12,288) | 5.0 (seed 0) |",
                 "MINR, GINR, mean | weight tokens, mean (192) | 5.0 (seed 0) |"):
         assert f"| {row}" in text
-    rates = text.split("### Learning rates\n\n")[1].split("\n\n")[0].splitlines()
+    rates = text.split("### Learning rates\n")[1].split("###")[0].splitlines()
     assert rates[0] == "| encoder | lr 0.002 | lr 0.004 |" and "77" not in text
     assert rates[2:] == ["| MAE | 9.50 | **18.20** |"]     # HyperMAE has only one
-    assert "PSNR of masked pixels on cifar10\n" in text and "| MINR, GINR | 26 | 16.00 " in text
-    assert "| MINR, GINR | 15.00 (seed 0) |" in text.split("decoded image on shapes")[1]
+    assert re.search(r"PSNR on cifar10\n(.*\n)*\| MINR, GINR \| [\d.]+ \| [\d,]+ \| 26 \| 16.00 ",
+                     text)
+    assert "| MINR, GINR | 16.00 (seed 0) | 15.00 (seed 0) |" in text.split("PSNR on shapes")[1]
     assert "| MINR, GINR | 0.500 (seed 0) |" in text.split("### Attention")[1]
-    assert tables.summary([micro, tiny]).splitlines()[2:] == [
-        "| MAE, joined | patch tokens joined (4,096) |  |  |  |  | 5.0 (seed 0) |  |",
-        "| MINR, GINR | weight tokens joined (1,024) |  |  |  | 16.00 (seed 0) |  |  |",
-        "| MINR, GINR, mean | weight tokens, mean (64) |  |  |  |  | 5.0 (seed 0) |  |"]
+    assert tables.summary([tiny]).splitlines()[2:] == [
+        "| MINR (GINR) | 16.00 (seed 0) | 5.0 (seed 0) |  | 4.67 |"]
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.read_setups([*lines, line("mae", "1% (9 epochs)", 0, top1=40)])
 
@@ -243,8 +249,20 @@ def test_what_is_made_of_the_lines():
     ("transinr", "micro", 38, "weight tokens joined (4,288)"),           # 4 x 16 + 3
     ("transinr", "tiny", 81, "weight tokens, mean (192)")])
 def test_what_is_computed_from_the_classes(name, size, thousands, tokens):
-    assert thousands is None or tables.decoder(name, size) == str(thousands)
-    assert tables.readout(name, size) == tokens
+    assert thousands is None or tables.costs(name, size)[2] == str(thousands)
+    assert tables.readout(name, size) == [tokens]
+
+
+def test_multiply_adds():
+    """As counted layer by layer: of MAE's encoder with K = 16 visible patches and its decoder."""
+    def block(n, dim):                                     # 12 dim^2 for each token, and attention
+        return n * 12 * dim ** 2 + 2 * n * n * dim
+
+    mae = (16 * 48 * 64 + 4 * block(17, 64)) + 17 * 64 * 64 + 2 * block(65, 64) + 48 * 64 * 48
+    assert tables.multiply_adds("mae", "micro") == pytest.approx(mae / 1e6, rel=0.01)
+    assert tables.relative_cost("mae", "micro") == "1.00"
+    long, short = (float(tables.relative_cost(f"crossmae_25{x}", "micro")) for x in ("_long", ""))
+    assert long == pytest.approx(1.6 * short, rel=0.01) == pytest.approx(1, rel=0.02)
 
 
 def values(model, encoder, column):
@@ -265,9 +283,9 @@ def test_what_is_said_without_numbers():
     """In the sentences, and in RESULTS.md on readouts, learning rates and claims without a row."""
     micro = tables.read_setups(LINES)[0]
     for name in ("MINR, GINR", "MINR, TransINR"):
-        judged = [[*micro.judge(f"{better} > {name}, patches", "20-NN held out")]
+        judged = [micro.judge(f"{better} > {name}, patches", "20-NN held out")["20-NN held out"][0]
                   for better in (name, f"{name}, mean")]
-        assert judged == [["supported"], ["inconclusive"]]
+        assert judged == ["supported", "inconclusive"]
     accuracy = ", ".join(tables.TOP1)
     inconclusive = {
         "MAE: masked > MINR, GINR: masked": "random 0.9",
@@ -276,7 +294,7 @@ def test_what_is_said_without_numbers():
         "CrossMAE .25, MAE's learning rate > CrossMAE .25": accuracy,
         "i-MAE > i-MAE without distillation": accuracy}
     for comparison, columns in inconclusive.items():
-        assert [*micro.judge(comparison, columns)] == ["inconclusive"]
+        assert {said for said, _ in micro.judge(comparison, columns).values()} == {"inconclusive"}
     for part in ("masked", "decoded"):                     # worse with all seeds
         mae, ginr = (micro.numbers[name, f"random 0.9 {part}"] for name in ("mae", "ginr"))
         assert all(ginr[seed] < mae[seed] for seed in range(3))
@@ -295,36 +313,74 @@ def test_what_is_said_without_numbers():
         assert max(numbers[3:]) - min(numbers[3:]) < 0.05
 
 
-@pytest.mark.parametrize("template", re.findall(r"^.*{ViT.*$", tables.TEXT, re.M))
+MADE = re.findall(r"^(?:short|or|answer|caveat|caption|start): (.*{ViT.*)", SENTENCES, re.M)
+
+
+def differences(model, sides, column):
+    """Return A - B (3,) for "A > B", without tests/tables.py."""
+    found = []
+    for name, *part in (side.split(": ") for side in sides.split(" > ")):
+        end = {"with norm": "_norm", "without norm": "_raw"}.get(*part) if part else ""
+        if name == "no pretraining":
+            both = [values(model, code, column) for code in ("untrained", "scratch")]
+            found.append(max(both, key=lambda numbers: numbers.mean()))
+        elif end is None:
+            found.append(values(model, tables.CODES[name], f"{column} {part[0]}"))
+        else:
+            found.append(values(model, tables.CODES[name] + end, column))
+    return found[0] - found[1]
+
+
+@pytest.mark.parametrize("template", MADE)
 def test_the_numbers_of_a_sentence(template):
-    """They are computed once more. A sentence appears if and only if all of them are clear."""
-    clear = True
+    """They are computed once more. A sentence is said only if all of its numbers are clear and all
+    of its conditions hold."""
+    holds = []
 
-    def numbers(found):
-        nonlocal clear
-        model, sides, columns = found[1].split(" | ")
-        texts, sign = [], re.search(" [>?] ", sides)[0]
+    def number(found):
+        condition, model, sides, columns = found.groups()
+        means, clear, better = [], [], []
         for column in columns.split(", "):
-            a, b = (values(model, tables.CODES[name], " ".join([column, *part])) for name, *part in
-                    (side.split(": ") for side in sides.split(sign)))
+            known = differences(model, sides, column)
+            mean, std = known.mean(), known.std(ddof=1)
             places, floor = ((1, 0.5) if column in ("20-NN", "linear", "1%", "10%", "100%") else
-                             (3, 0.005) if column.startswith(("alpha", "block s")) else (2, 0.02))
-            mean, std = (a - b).mean(), (a - b).std(ddof=1)
-            told = abs(mean) > floor and abs(mean) > 2 * std
-            if sign == " ? " and told:
-                label = column.removeprefix("other ")
-                texts.append(f"{mean:+.{places}f} ± {std:.{places}f} ({label})")
-            elif sign == " ? ":
-                clear &= bool(not np.isnan(mean))
-            else:
-                clear &= bool(told and mean > 0)
-                texts.append(f"{mean:.{places}f} ± {std:.{places}f}")
-        if len(texts) > 3 and sign == " > ":
-            means = sorted(float(text.split()[0]) for text in texts)
-            return f"{means[0]:.{places}f} to {means[-1]:.{places}f}"
-        texts.sort(key=lambda text: text[0] == "-")        # better ones first
-        return re.sub(r"(.*), ", r"\1 and ", ", ".join(texts)) or "none"
+                             (3, 0.005) if column.startswith("alpha") else (2, 0.02))
+            means.append(f"{mean:.{places}f}")
+            clear.append(not np.isnan(mean))
+            better.append(bool(mean > max(floor, 2 * std)))
+        holds.append({"unless": all(clear) and not any(better), "until": not all(clear),
+                      "control": all(better) or not all(clear)}.get(condition, all(better)))
+        means.sort(key=float)
+        return "" if condition else means[0] if len(means) == 1 else f"{means[0]} to {means[-1]}"
 
-    sentence = re.sub(r"{(.*?)}", numbers, template)
-    assert (f". {sentence}\n" in tables.TEXT) == clear
-    assert clear or f". {template[:60]}" not in tables.TEXT
+    sentence = re.sub(tables.NUMBER, number, template)
+    said = (ROOT / "README.md").read_text("utf-8") + tables.TEXT
+    assert all(holds) or sentence not in said
+    alternatives = SENTENCES[:SENTENCES.index(template)].rsplit("\n", 1)[1]
+    if all(holds) and not alternatives.startswith("or: "):
+        assert sentence in said
+
+
+def test_short_sentences_and_the_figure():
+    """At most six sentences in the README, of at most 30 words and two numbers; one dot for each
+    method and seed, where results.jsonl says."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    intro = readme.split("## Compare\n")[1].split("<!--")[0]
+    told = readme.split("<!-- findings -->")[1].split("<!-- /")[0]
+    sentences = re.findall(r"^\d\. (.*)", told, re.M)
+    assert 0 < len(sentences) <= 6 and len(intro.split()) <= 90
+    for sentence in sentences:
+        assert len(sentence.split()) <= 30, sentence
+        assert len(re.findall(r"\d+\.\d+(?= (?:points|dB)| to |,)", sentence)) <= 2, sentence
+    picture = (ROOT / ".github/results.svg").read_text("utf-8")
+    for model, panel in zip(("ViT-micro", "ViT-tiny"), picture.split("<g ")[1:]):
+        dots = re.findall(r'class="(\w+) seed" data-seed="(\d)" cx="(.*?)" cy="(.*?)"', panel)
+        points = [(values(model, name, "random 0.75 masked")[int(seed)],
+                   values(model, tables.MEANS.get(name, name), "20-NN")[int(seed)])
+                  for name, seed, _, _ in dots]
+        assert len(dots) > 10 and len(dots) == len({dot[:2] for dot in dots})
+        for axis in (0, 1):
+            shown, true = (np.array([float(x[i]) for x in them])
+                           for i, them in ((2 + axis, dots), (axis, points)))
+            assert np.abs(np.polyval(np.polyfit(true, shown, 1), true) - shown).max() < 0.02
+            assert (np.corrcoef(true, shown)[0, 1] > 0) == (axis == 0)
