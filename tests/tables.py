@@ -128,8 +128,8 @@ class Setup:
 
     def judge(self, comparison, columns):
         """Return {column: (verdict, "+0.8 ± 0.2")} for the comparison "A > B" in columns, as in
-        "1%, 10%", without those not measured. "MAE: visible > MAE: masked" compares parts of a column.
-        """
+        "1%, 10%", without those not measured. "MAE: visible > MAE: masked" compares parts of a
+        column."""
         found = {}
         sides = [side.split(": ") for side in comparison.split(" > ")]
         for column in columns.split(", "):
