@@ -452,8 +452,10 @@ def page(text, known, strip, call, model):
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
             f'{STYLE}</style></head><body><h1>{escape(title)}</h1><div class="top">{top}</div>'
             f'<div class="letters">{letters}</div><p class="note">A line with ▸ opens what it '
-            f"calls. Grey lines did not run. Blue shapes are the file's own comments; beside them "
-            f"are the sizes here.</p>{body}{''.join(items)}</body></html>")
+            f"calls; an item's number opens its text. Grey lines did not run. Blue shapes "
+            f"are the file's own comments; beside them are the sizes here. In a matrix a row is a "
+            f"token, blue is negative and orange positive, on a scale of its own.</p>{body}"
+            f"{''.join(items)}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
