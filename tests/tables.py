@@ -7,7 +7,7 @@ tests/results.jsonl:
 The names of encoders are in RESULTS.md. tests/sentences.txt has the sentences, and the comparisons
 of questions and claims. Their columns are looked up: "1%" (top-1 in %), "random 0.75 masked" or
 "other random 0.75 decoded" (PSNR in dB), "alpha 0.2 branch subordinate" (R^2, i-MAE), "block sum
-visible" (attention, MAE).
+visible" (attention, MAE). RESULTS.md shows the columns of TABLES.
 """
 
 import argparse
@@ -42,20 +42,16 @@ MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens
 ENDS = ("with norm", "without norm")     # of frozen features, chosen with these encoders:
 CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
-HELD_OUT = [f"{column} held out" for column in TOP1 if column != "linear"]
 PIXELS = "random 0.75 masked"
 TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES],
           "Frozen features with and without a final norm": [
-              f"{column} {end}" for column in TOP1[:2] for end in ENDS],
+              f"{column} {end}" for column in ("20-NN held out", *TOP1[:2]) for end in ENDS],
           "Choices on held-out training images": [
-              *HELD_OUT, *(f"{HELD_OUT[0]} {end}" for end in ENDS)]}
-for data, where in ("", "own data"), ("other ", "other data"):
-    TABLES[f"PSNR on {where}"] = [f"{data}{name} {part}" for part in ("masked", "decoded")
-                                  for name in CONDITIONS]
-TABLES["Separability"] = [f"{alpha} {source} {image}" for image in ("subordinate", "dominant")
-                          for alpha in ALPHAS for source in ("branch", "mixed", "control")]
-TABLES["Attention"] = [f"block {block} {part}" for block in (0, 1, 2, 3, "sum")
-                       for part in ("visible", "masked", "share of visible")]
+              f"{column} held out" for column in TOP1 if column != "linear"],
+          "PSNR on own data": [f"{name} {part}" for part in ("masked", "decoded")
+                               for name in CONDITIONS],
+          "Separability": [f"{alpha} {source} {image}" for image in ("subordinate", "dominant")
+                           for alpha in ALPHAS for source in ("branch", "mixed", "control")]}
 SEEDS = 3                                                  # that a verdict needs
 NUMBER = r"{(?:(if|unless|until|control) )?(ViT\S+) \| (.*?) \| (.*?)}"   # in a sentence
 MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?"}
@@ -250,7 +246,6 @@ EXTRA = {  # more columns of TABLES
 def tables(setup):
     """Return all tables of a setup."""
     text = f"## {setup.title}\n"
-    other = setup.labels.get("other ", "").removeprefix("PSNR on ")
     for title, columns in TABLES.items():
         columns = [c for c in columns if any(setup.numbers[name, c] for name in NAMES)]
         rows, (more, details) = [], EXTRA.get(title, ([], lambda name, size: []))
@@ -267,8 +262,8 @@ def tables(setup):
                 rows.append([NAMES[name], *details(name, setup.size), *row])
         if rows:
             heads = ["encoder", *more, *(setup.labels.get(c, c) for c in columns)]
-            title = title.replace("own data", setup.data).replace("other data", other)
-            text += f"### {title}\n{markdown(heads, rows)}"
+            title = title.replace("own data", setup.data)
+            text += f"\n### {title}\n\n{markdown(heads, rows)}"
     return f"{text}\nMade: {'; '.join(setup.made)}.\n"
 
 
@@ -345,41 +340,35 @@ def questions(setups):
     makers, text = {"table": compare, "values": values}, ""
     for title, parts in read_sections().items():
         if title.endswith("?"):
-            text += f"### {title}\n"
+            text += f"### {title}\n\n"
             for kind, words in parts:
                 if kind in makers:
                     text += makers[kind](words[0], setups) + "\n"
                 elif kind in ("answer", "caveat"):
                     text += say(words, setups) + ("\n\n" if kind == "answer" else " ")
-            text = text.rstrip() + "\n"
+            text = text.rstrip() + "\n\n"
     return text
 
 
 def claims(setups):
-    """Return a table of claims for each method, with verdicts and differences."""
-    text = ""
-    for title, parts in read_sections().items():
-        rows = []
+    """Return a table of claims, with verdicts and differences."""
+    rows = []
+    for method, parts in read_sections().items():
         for claim, source, comparison, columns in (
                 words[0].split(" | ") for kind, words in parts if kind == "claim"):
             judged = [setup.judge(comparison, columns) for setup in setups]
-            rows.append([claim, source, comparison.replace(" > ", " - "), *(
+            rows.append([method, claim, source, comparison.replace(" > ", " - "), *(
                 "; ".join(f"{MARKS.get(said, said)} {difference} ({column})"
                           for column, (said, difference) in found.items()) for found in judged)])
-        if rows:
-            heads = ["claim", "source", "A - B", *(setup.budget for setup in setups)]
-            text += f"### {title}\n{markdown(heads, rows)}"
-    return text
+    heads = ["paper", "claim", "source", "A - B", *(setup.budget for setup in setups)]
+    return markdown(heads, rows)
 
 
-def short_sentences(setups, link=""):
-    """Return the sentences for the README, at most six. A link leads to their question."""
-    said = []
-    for title, parts in read_sections().items():
-        anchor = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-        texts = [say(words, setups) for kind, words in parts if kind == "short"]
-        said += [text + link.format(anchor) for text in texts if text]
-    return "".join(f"{i}. {text}\n" for i, text in enumerate(said[:6], start=1))
+def short_sentences(setups):
+    """Return the sentences for the README, at most six."""
+    said = [say(words, setups) for parts in read_sections().values() for kind, words in parts
+            if kind == "short"]
+    return "".join(f"{i}. {text}\n" for i, text in enumerate([*filter(None, said)][:6], start=1))
 
 
 def say_all(kind, setups):
@@ -538,12 +527,11 @@ def main(folder=Path("tests")):
     claims compare the first table of each model."""
     setups = read_setups(read_lines(folder / "results.jsonl"))
     compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
-    both = dict(results=summary(compared), caption=say_all("caption", compared))
-    fill(folder / "RESULTS.md", **both, questions=questions(compared), claims=claims(compared),
-         findings=short_sentences(compared, " ([details](#{}))"), choices=choices(compared),
-         tables="\n".join(map(tables, setups)))
-    fill(folder.parent / "README.md", **both, findings=short_sentences(compared),
-         start=say_all("start", compared))
+    caption = say_all("caption", compared)
+    fill(folder / "RESULTS.md", caption=caption, questions=questions(compared),
+         choices=choices(compared), claims=claims(compared), tables="\n".join(map(tables, setups)))
+    fill(folder.parent / "README.md", caption=caption, results=summary(compared),
+         findings=short_sentences(compared), start=say_all("start", compared))
     picture = folder.parent / ".github/results.svg"
     picture.parent.mkdir(exist_ok=True)
     picture.write_text(figure(compared), encoding="utf-8")

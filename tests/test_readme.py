@@ -70,7 +70,8 @@ def test_forks(pretrain, monkeypatch):
 
 
 def test_the_first_page_shows_what_is_there():
-    """The training step is mae.py's, and the numbers of lines are about those of the files."""
+    """The training step is mae.py's, and the numbers of lines are about those of the files. The
+    page stays short."""
     (step,) = re.findall(r"```py\n(.*?)```", TEXT, re.DOTALL)
     code = [line.split("  #")[0].strip() for line in step.splitlines()]
     forward = inspect.getsource(train.MAE.forward)
@@ -79,6 +80,7 @@ def test_the_first_page_shows_what_is_there():
     assert {file for file, _ in lines} == {path.name for path in ROOT.glob("*.py")}
     counts = [pair[::-1] for pair in re.findall(r"(\d+)(?: lines)? \(`(\w+\.py)`\)", TEXT)]
     assert [file for file, _ in counts] == ["mae.py", "imae.py"]
+    assert len(TEXT.splitlines()) <= 200 and len(TEXT.encode()) <= 14 * 1024
     for file, n in lines + counts:
         assert int(n) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1)
 
