@@ -21,10 +21,9 @@ from statistics import mean, stdev
 
 import torch
 
-from finetune import RECIPES, default_pool
+from finetune import default_pool
 from tests.bench import count_flops
-from tests.results import (ALPHAS, CONDITIONS, LONGER, NORM, PRETRAINED, RATES, SOURCES, SWEEP,
-                           read_lines)
+from tests.results import ALPHAS, CONDITIONS, LONGER, NORM, PRETRAINED, RATES, SWEEP, read_lines
 from train import METHODS, add_method_arguments
 from vit import SIZES
 
@@ -87,29 +86,25 @@ class Setup:
                 raise ValueError(f"{table}: {self.labels[column]} and {label} in one file")
             for name, number in found.items():
                 self.numbers[encoder, name][record["seed"]] = number
-        self.end = self.choose([(end, [(name, f"20-NN held out {end}") for name in CHOOSERS])
-                                for end in ENDS], SEEDS)
-        self.rate = self.choose([(rate, [(f"scratch_{rate}", f"{column} held out")
-                                         for column in TOP1[2:]]) for rate in RATES], 1)
+        self.end = self.choose_end()
         self.add_no_pretraining()
 
-    def choose(self, options, seeds):
-        """Return which of the options [(name, keys of numbers), ...] has the highest mean, or None
-        as long as a number is missing."""
-        found = {name: [self.numbers[key] for key in keys] for name, keys in options}
-        if any(len(numbers) < seeds for row in found.values() for numbers in row):
+    def choose_end(self):
+        """Return which of ENDS has the higher mean of 20-NN on held-out images, or None as long as
+        a number is missing."""
+        found = {end: [self.numbers[name, f"20-NN held out {end}"] for name in CHOOSERS]
+                 for end in ENDS}
+        if any(len(numbers) < SEEDS for row in found.values() for numbers in row):
             return None
-        return max(found, key=lambda name: mean(mean(row.values()) for row in found[name]))
+        return max(found, key=lambda end: mean(mean(row.values()) for row in found[end]))
 
     def add_no_pretraining(self):
         """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
-        both are measured and no other learning rate is better from scratch."""
+        both are measured."""
         for column in {column for _, column in self.numbers}:
             found = [self.numbers["untrained", column]]
             if column in TOP1[2:]:
                 found.append(self.numbers["scratch", column])
-                if self.rate not in (None, rate_from_scratch()):
-                    continue
             if all(len(numbers) == SEEDS for numbers in found):
                 self.numbers["none", column] = max(found, key=lambda row: mean(row.values()))
 
@@ -228,13 +223,6 @@ def readout(name, size):
     by_default = weights and not name.endswith("_mean") and default_pool(n, dim) == "joined"
     kind, joined = "weight tokens" if weights else "patch tokens", by_default or "_joined" in name
     return [f"{kind} joined ({n * dim:,})" if joined else f"{kind}, mean ({dim})"]
-
-
-def rate_from_scratch():
-    """Return the learning rate of the encoder "scratch", as in RATES."""
-    given = re.search(r"--lr (\S+)", SOURCES["scratch"])
-    default = RECIPES["scratch"][1]["lr"]
-    return given[1] if given else next(rate for rate in RATES if float(rate) == default)
 
 
 # ------------------------------------------------------------------ tables and sentences
@@ -392,19 +380,10 @@ def summary(setups):
 
 
 def choices(setups):
-    """Return what held-out training images have chosen, a list."""
-    text = ""
-    for setup in setups:
-        norm = f"frozen features are read {setup.end}, for all methods alike" if setup.end else (
-            "not chosen yet: each method's frozen features end as in its pretraining")
-        used = rate_from_scratch()
-        rate = "not chosen yet" if not setup.rate else (
-            f"{float(setup.rate):g}" if setup.rate == used else
-            f"{float(setup.rate):g}; the rows *from scratch* have {float(used):g}, and no sentence "
-            f"uses them")
-        text += (f"- {setup.model}, final norm: {norm}.\n"
-                 f"- {setup.model}, learning rate from scratch: {rate}.\n")
-    return text
+    """Return which end of the encoder held-out images have chosen, a list."""
+    undecided = "as in each method's pretraining, until all of them are measured"
+    return "".join(f"- {setup.model}: frozen features are read {setup.end or undecided}.\n"
+                   for setup in setups)
 
 
 # ------------------------------------------------------------------ the figure

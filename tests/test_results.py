@@ -307,6 +307,9 @@ def test_what_is_said_without_numbers():
     for name in best:
         assert best[name] == max((1e-3, 2e-3, 4e-3), key=lambda rate: psnr(name, rate))
         assert psnr(name, best[name]) - psnr(name, default[name]) < 0.1
+    held_out = {rate: np.mean([micro.numbers[f"scratch_{rate}", f"{labels}% held out"][0]
+                               for labels in (1, 10, 100)]) for rate in results.RATES}
+    assert float(max(held_out, key=held_out.get)) == finetune.RECIPES["scratch"][1]["lr"] == 2e-3
     for chosen in (best, default):                         # the methods keep their order
         numbers = [psnr(name, chosen[name]) for name in best]
         assert numbers[:3] == sorted(numbers, reverse=True)[:3]
