@@ -36,7 +36,7 @@ SHOWN = {  # encoder: its names in the README's table and in the figure
     "crossmae": ("CrossMAE, predicts all masked patches", "CrossMAE, all"),
     "crossmae_25": ("CrossMAE, predicts a third of them", "CrossMAE, a third"),
     "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR (GINR)", "MINR"),
-    "imae": ("i-MAE, taught by this MAE", "i-MAE")}
+    "imae": ("i-MAE, with this MAE as its teacher", "i-MAE")}
 MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens, for all alike
 ENDS = ("with norm", "without norm")     # of frozen features, chosen with these encoders:
 CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")
