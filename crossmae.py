@@ -71,8 +71,8 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper (Sec. 4.2, A.6): ViT-B/16 with normalised targets, which
-    only the caption of Figure 5 mentions.
+    features. Defaults follow the paper: ViT-B/16 (Sec. 4.2, A.6) with normalised targets (only in
+    Figure 5's caption).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -202,7 +202,7 @@ class CrossMAE(nn.Module):
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
-        # two calls, as with self_attention, visible patches would change predictions of masked ones
+        # two calls: with self_attention, visible patches would change masked ones' predictions
         pred_mask = self.decode(features, ids_mask)                    # (B, M, p*p*C) item 10
         pred_keep = self.decode(features, ids_keep)                    # (B, K, p*p*C)
         pred = torch.cat([pred_keep, pred_mask], dim=1)                # (B, L, p*p*C)
@@ -327,5 +327,5 @@ def decoder_attention(mae, images):
 #  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is
 #      fixed: `contributions` uses that of the last block's output.
 #  12. Errata: Table 1 also has rows with 0.25, although A.6 gives 0.75 for it. The learning rate
-#      scaling is in Sec. 3.3, not 3.4 (A.6). The last two rows of Table 5 differ in inter-block
+#      scaling is in Sec. 3.3 (A.6 says 3.4). The last two rows of Table 5 differ in inter-block
 #      attention, but have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.

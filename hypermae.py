@@ -162,7 +162,7 @@ class HyperMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted. Only loss_on "all" trains the visible ones, too.
+        = masked. All patches are predicted. Only loss_on "all" also trains the visible ones.
         mask_ratio defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -191,5 +191,5 @@ class HyperMAE(nn.Module):
 #   6. Targets are normalised by default, which Table 1 shows to work better; Table 3's are plain.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising is the exact inverse.
-#   8. In Sec. 2.2, M can be any of the l layers and is h x h. It cannot be the last layer, which
-#      outputs pixels. The first one (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#   8. Sec. 2.2 lets M be any of the l layers, h x h. But the last layer must output pixels.
+#      The first one (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.

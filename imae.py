@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); tests/FLAGS.md has CIFAR and Tiny-ImageNet
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # for images up to 64 pixels or the micro encoder, our values: for training, without
-    # augmentation as on CIFAR (Table 1), then for the model
+    # our values for images up to 64 pixels or the micro encoder: for training (no augmentation,
+    # as for CIFAR in Table 1), then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -158,7 +158,7 @@ class IMAE(nn.Module):
         if there are two. Returns the images (B,C,H,W) and the mask (B,L), 1 = masked. All patches
         are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
         model's; for leak_free see ViT.paste_patches."""
-        # with alpha 1, the mixture is the image itself, as the dominant one
+        # alpha 1: the mixture is the image itself, and that is dominant
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
@@ -181,7 +181,7 @@ class IMAE(nn.Module):
 
     def draw_alpha(self, device):
         """Return the weight of images, a 0-dim tensor: one per batch, as in Algorithm 1. It is
-        self.alpha, if set, or else a draw from Beta(beta, beta)."""
+        self.alpha if set, otherwise a draw from Beta(beta, beta)."""
         alpha = self.alpha
         if alpha is None:
             alpha = torch.distributions.Beta(self.beta, self.beta).sample().item()
@@ -288,8 +288,8 @@ class IMAE(nn.Module):
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """Fit a linear map from x (N,T,a) to y (N,T,b), T tokens, by ridge regression, (X^T X + lambda
-    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the explained fraction of y_val's variance
-    around the mean of y at each token."""
+    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction it explains of y_val's variance
+    around y's mean per token."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
@@ -325,7 +325,7 @@ def draw_partners(indices, labels, same_class, generator):
     sizes = labels.bincount()                              # size of each block (2 2)
     size = sizes[labels[indices]]                          # size of each image's block (2 2 2 2)
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # start of each image's block (2 0 2 0)
-    mate = start + (place - start + 1 + choose(size - 1)) % size   # place in its block (3 1 2 0)
+    mate = start + (place - start + 1 + choose(size - 1)) % size   # the mate's place (3 1 2 0)
     other = (start + size + choose(N - size)) % N          # place outside it (image 0: 0 or 1)
     return by_class[torch.where(same, mate, other)]        # with mates only: images (2 3 0 1)
 
@@ -363,8 +363,8 @@ def teacher_of(checkpoint, config):
 #   1. In Algorithm 1 nothing is masked, and the teacher gets the unmixed images. In the release it
 #      gets the student's visible patches, but of the mixture, for both latents. Here it gets the
 #      student's visible patches of the unmixed images.
-#   2. Algorithm 1's l2_loss(z1, x1) means w1. As in the release, w_i follows the teacher's decoder
-#      embedding and z_i follows F_i, and the loss is their mean, including the class token.
+#   2. Algorithm 1's l2_loss(z1, x1) must mean w1. As in the release, w_i follows the teacher's
+#      decoder embedding and z_i follows F_i. The mean squared error includes the class token.
 #   3. In Algorithm 1, x1 and x2 are first images and partners, and then our x_1 and x_2. At exactly
 #      alpha = 0.5, images are subordinate, as in the release; in Algorithm 1 partners are.
 #   4. The branches' losses are added, not averaged (the paper and the release).
@@ -378,4 +378,4 @@ def teacher_of(checkpoint, config):
 #   8. On ImageNet, Section 1 uses MAE's blr, 1.5e-4, but Table 1 says 1e-3, which we follow. To
 #      classify, Section 1 uses mask ratio 0.75 (our default) and `--norm_pix_loss`; for figures,
 #      0.5 and plain targets. Settings in neither are MAE's, e.g. 800 epochs (release: 400).
-#   9. The release's figures paste in the visible patches of x_1; ours, those of the mixture.
+#   9. The release's figures paste in x_1's visible patches; ours paste in the mixture's.

@@ -52,7 +52,7 @@ TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for r
           "Separability": [f"{alpha} {source} {image}" for image in ("subordinate", "dominant")
                            for alpha in ALPHAS for source in ("branch", "mixed", "control")]}
 SEEDS = 3                                                  # that a verdict needs
-NUMBER = r"{(?:(if|unless|until|control) )?(ViT\S+) \| (.*?) \| (.*?)}"   # in a sentence
+NUMBER = r"{(?:(if|unless) )?(ViT\S+) \| (.*?) \| (.*?)}"   # in a sentence
 MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?"}
 
 
@@ -280,9 +280,7 @@ def say(alternatives, setups):
         said = [judged.get(column, [""])[0] for column in columns.split(", ")]
         supported = [verdict == "supported" for verdict in said]
         clear = [verdict in MARKS for verdict in said]
-        holds = {"unless": all(clear) and not any(supported), "until": not all(clear),
-                 "control": all(supported) or not all(clear)}
-        if not holds.get(condition, all(supported)):
+        if not (all(clear) and not any(supported) if condition == "unless" else all(supported)):
             raise LookupError
         if condition:
             return ""
