@@ -28,10 +28,8 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize,
 def finetune(args):
     """Run --mode finetune, scratch, linear or knn, and return the last row of its log or, for knn,
     the accuracies. `args` holds the flags and what train.start_processes adds."""
-    require(args.checkpoint or args.mode == "scratch",
-            f"--mode {args.mode} needs --checkpoint FILE; --mode scratch does not")
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
-    if args.checkpoint:
+    if args.checkpoint is not None:                        # "" is an error
         source = read(args.checkpoint, args.heads)
     args.data = data_of(source, args.checkpoint, args)
     if args.mode != "knn":
@@ -44,9 +42,6 @@ def finetune(args):
     config = vit_config(args, img_size, source["config"])
     recipe, small = RECIPES[args.mode]
     apply_recipe(args, recipe, small, config, len(train.labels))
-    require(args.mode != "linear" or args.batch_size > args.world * args.accum,
-            f"--batch_size {args.batch_size}: the BatchNorm of --mode linear needs at least two "
-            f"images per process and --accum piece")
     args.pairs = args.same_draws = False                   # each process draws its own drop path
 
     torch.manual_seed(args.seed)
@@ -304,7 +299,6 @@ def knn(model, train, args, img_size, temperature=0.07):
 
 def evaluate_checkpoint(args):
     """Run --mode eval: print top-1 and top-5 of a checkpoint with a head. Nothing is written."""
-    require(args.checkpoint, "--mode eval needs --checkpoint FILE")
     content = read(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released one
@@ -340,7 +334,7 @@ def main(argv=None):
                 "(finetune)")
     mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags there are
     training = mode not in ("knn", "eval")
-    option("--checkpoint", metavar="FILE",
+    option("--checkpoint", metavar="FILE", required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
     if mode == "eval":
         option("--heads", type=number(int, 1), metavar="N", help="attention heads of a released "

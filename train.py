@@ -142,10 +142,11 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
     totals, steps = {}, len(train.labels) // args.batch_size
     epoch_seed = hash((args.seed, epoch))                  # of integers: the same everywhere
     batches = draw_batches(train, steps, epoch_seed, args)
+    pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
-               steps, unit="img", unit_scale=args.batch_size, leave=False,
-               disable=args.rank > 0 or not sys.stderr.isatty())
-    began = asked = told = perf_counter()      # asked: for a batch; told: last printed the state
+               steps, unit="img", unit_scale=args.batch_size, leave=False, mininterval=pause,
+               delay=pause, disable=args.rank > 0)
+    began = asked = perf_counter()                         # asked: for a batch
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
@@ -161,11 +162,7 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
         if step % 20 == 0 or step == steps:                # the loop's only host-device sync
             check_finite(metrics["loss"], [*net.parameters()] if step == steps else [], scaler,
                          f"epoch {epoch + 1}, step {step}, lr {lr:.1e}")
-            state = f"loss {metrics['loss']:.4f}, lr {lr:.1e}"
-            bar.set_postfix_str(state)
-            if not sys.stderr.isatty() and perf_counter() - told > 60:
-                told = perf_counter()
-                print(f"epoch {epoch + 1}: step {step} of {steps}, {state}", flush=True)
+            bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {lr:.1e}", refresh=False)
         asked = perf_counter()
     means = mean_over_processes(totals, steps * args.world, args)
     seconds = perf_counter() - began
@@ -276,9 +273,6 @@ def describe(args, model, train, val):
           f"{args.dtype}")
     print(f"train   {args.epochs} epochs ({args.warmup_epochs:g} warmup), {steps} steps per epoch, "
           f"batch size {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
-    if 0 < args.epochs * steps < 500:
-        print(f"note    only {args.epochs * steps} steps in total: try a smaller --batch_size, "
-              f"more --epochs or, in train.py, --init")
 
 
 # --------------------------------------------------------------------------- the model, the recipe
@@ -342,8 +336,6 @@ def apply_recipe(args, recipe, small, config, n):
         print(f"note    batch size {args.batch_size} instead of {usual}, as there are {n} images")
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
-    require(len(args.betas) == 2 and all(0 <= beta < 1 for beta in args.betas),
-            f"--betas {args.betas} must be two numbers in [0, 1), e.g. 0.9,0.95")
     if "warmup_epochs" not in given and 2 * args.warmup_epochs > args.epochs > 0:
         args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])   # a short run: in proportion
     require(args.warmup_epochs <= args.epochs or args.epochs == 0,
@@ -386,8 +378,7 @@ def compare(args):
     """--eval: print PSNR rows of checkpoints, and each method's own measures and figures. Writes a
     picture of their reconstructions, named after their runs."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    rows, columns, notes, size, first_sizes = [], [], [], None, None
-    paths, given_data = [], args.data
+    paths, rows, columns, notes, size = [], [], [], [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
@@ -396,16 +387,9 @@ def compare(args):
         if content["method"] == "classifier":
             print(f"note    skipping {path}, a classifier: use finetune.py --mode eval")
             continue
-        model, trained_on = load(path).to(args.device), content["flags"].get("data")
+        model = load(path).to(args.device)
         args.data = data_of(content, path, args)
-        if trained_on not in (None, args.data) and not given_data:
-            print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
-        sizes = model.encoder.img_size, model.encoder.patch_size
-        first_sizes = first_sizes or sizes
-        if sizes != first_sizes:
-            print(f"note    {path} has another image or patch size than the first checkpoint: do "
-                  f"not compare their PSNR")
         if size != model.encoder.img_size:
             train, val, size = open_data(args.data, model.encoder.img_size, args)
         for mask in args.masks:
@@ -437,11 +421,9 @@ def analyse(model, train, val, args):
         batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size,
                                                 min(args.eval_images, 1000))]
         images.append(normalize(torch.cat(batches), model))            # (b, 3, H, W)
-    measures = {}
+    measures = decoder_attention(model, images[1]) if isinstance(model, MAE) else {}
     if hasattr(model, "measures"):
         measures = model.measures(*images)
-    elif isinstance(model, MAE):
-        measures = decoder_attention(model, images[1])
     return measures, model.figures(images[1][:8]) if hasattr(model, "figures") else {}
 
 
@@ -555,8 +537,6 @@ def open_folder(root, img_size, args):
         # rounded down to a multiple of the patch or, if that is not given, of 16; of 8 below 128
         units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-        if (high, wide) != (H, W):
-            print(f"note    images of up to {high}x{wide} px are used at {H}x{W} px (--img_size)")
     copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # on a GPU they are in its memory
     in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
     for dataset in (train, val):         # for files the central 7/8, as in MAE: 224 of 256 pixels
@@ -731,10 +711,7 @@ def name_run(args, name):
     --resume nor --overwrite is given."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    begun = (folder / "last.pt").exists()
-    if args.resume and not begun:
-        print(f"note    {folder} holds no last.pt to resume: starting from the first epoch")
-    require(args.resume or args.overwrite or not begun,
+    require(args.resume or args.overwrite or not (folder / "last.pt").exists(),
             f"{folder} already holds a run: --resume continues it, --overwrite replaces it, --name "
             f"NAME starts a new one")
 
@@ -798,9 +775,8 @@ def load(path, methods=METHODS):
     InputError if the checkpoint's method is not in `methods`, {method: class}."""
     content = read(path)
     method = content["method"]
-    require(method in methods,
-            f"{path} has method {method}, which is none of {', '.join(methods)}: give load its "
-            f'class, {{"{method}": CLASS}}, or add it to METHODS')
+    require(method in methods, f"{path} has method {method}, which is none of "
+                               f"{', '.join(methods)}: pass load its class, {{method: class}}")
     model = methods[method](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
@@ -889,13 +865,11 @@ def start_processes(args):
 def choose_device(args):
     """Return the torch.device of this process: --device, else its GPU, else MPS for a single
     process, else the CPU."""
-    found = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    name = args.device or ("cuda" if found["cuda"] else
-                           "mps" if found["mps"] and args.world == 1 else "cpu")
-    require(found[name], f"--device {name}: PyTorch finds no such device")
+    name = args.device or ("cuda" if torch.cuda.is_available() else "mps" if
+                           torch.backends.mps.is_available() and args.world == 1 else "cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    require(name != "cuda" or processes <= gpus, f"{processes} processes for {gpus} GPUs: pass "
-                                                 f"--nproc_per_node {gpus} or --device cpu")
+    require(name != "cuda" or processes <= gpus,
+            f"{processes} processes for {gpus} GPUs: start fewer, or pass --device cpu")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
@@ -1082,8 +1056,6 @@ def run_cli(parser, work, argv):
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
     try:
-        if args.img_size and args.patch_size:
-            grid_of(args.img_size, args.patch_size)        # before any data is prepared
         start_processes(args)
         row = work(args)
     except (InputError, OSError) as error:                 # OSError: a missing file, for example
@@ -1099,8 +1071,8 @@ def main(argv=None):
     parser = Parser("train.py", **LAYOUT)
     option = parser.add_mutually_exclusive_group().add_argument
     option("--method", choices=METHODS, default="mae", metavar="NAME", help="to pretrain (mae)")
-    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints instead of training; "
-           "--eval FILE --help lists its flags")
+    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints of one image and "
+           "patch size instead of training; --eval FILE --help lists its flags")
     known = parser.parse_known_args(argv)[0]               # which decide what other flags there are
     cls, training = METHODS[known.method], not known.eval
     parser.description = (

@@ -132,15 +132,13 @@ def test_the_size_is_of_a_sample(tmp_path):
 @pytest.mark.parametrize("sides, size, patch_size", [
     ((155, 155), (144, 144), (16, 16)), ((97, 97), (96, 96), (12, 12)),
     ((50, 70), (48, 64), (6, 8)), ((33, 33), (32, 32), (4, 4)), ((427, 640), (224, 224), (16, 16))])
-def test_images_of_any_size(tmp_path, capsys, sides, size, patch_size):
+def test_images_of_any_size(tmp_path, sides, size, patch_size):
     """Without flags for sizes, the image size is a multiple of the patch size."""
     for i in range(2):
         Image.new("RGB", sides[::-1]).save(tmp_path / f"{i}.png")
     args = settings(size=None, dim=None, depth=None, heads=None)
     assert train.open_data(str(tmp_path), None, args)[2] == size
     assert train.vit_config(args, size, {})["patch_size"] == patch_size
-    used = "images of up to {}x{} px are used at {}x{} px".format(*sides, *size)
-    assert used in capsys.readouterr().out
 
 
 def test_files(tmp_path, spy):
@@ -303,7 +301,7 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
     assert str(train.choose_device(args)) == wanted
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
     if gpus:
-        with pytest.raises(InputError, match=f"{gpus + 1} processes for {gpus} GPUs: pass --nproc"):
+        with pytest.raises(InputError, match=f"{gpus + 1} processes for {gpus} GPUs: start fewer"):
             train.choose_device(args)
     args.device = "cpu"                                    # asked for
     assert str(train.choose_device(args)) == "cpu"
@@ -588,7 +586,7 @@ def test_a_run_leaves_everything(pretrain, folder, capsys):
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
     assert Image.open("runs/mae/recon.png").size == (4 * 122 + 2, 8 * 82 + 2)
     for part in ('next    python finetune.py --checkpoint "runs/mae/last.pt"', "40 train, 11 val",
-                 "16x24 px in 4x6 patches of 4x4 px", "only 10 steps in total",
+                 "16x24 px in 4x6 patches of 4x4 px",
                  "2 epochs (1 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002"):
         assert part in said
     pretrain("--data", str(folder / "train"), "--img_size", "8", "--epochs", "0",
@@ -659,7 +657,6 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
 def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
     """Only what was asked for happens to a run. A resumed one has the settings given now."""
     first = pretrain("--resume")                           # nothing to resume: a new run
-    assert "runs/mae holds no last.pt to resume: starting" in capsys.readouterr().out
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         with open("runs/mae/log.jsonl", "a") as file:
             file.write('{"epoch": 3}')                     # of an epoch that last.pt does not hold
@@ -896,20 +893,10 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         picture = cells(f"runs/{name}/recon.png", wanted)
         assert np.array_equal(cells("runs/mae/eval_mae_half.png", column), picture)
     pretrain("--data", "shapes", "--train_images", "40", "--epochs", "0", name="drawn")
-    capsys.readouterr()
     files = ["runs/mae/last.pt", "runs/drawn/last.pt"]
-    for data, said in (([], 1), (["--data", str(folder)], 0)):  # other data: named, unless given
-        train.main([*words[:2], *data, "--eval", *files])
-        note = f"drawn/last.pt was trained on shapes, and is evaluated on {folder}"
-        assert capsys.readouterr().out.count(note) == said
     both, alone = (train.main([*words[:2], "--data", str(folder), "--eval", *some])
                    for some in (files, files[1:]))         # of 16 and of 32 pixels
-    pretrain("--patch_size", "8", "--epochs", "0", name="coarse")
-    train.main([*words, files[0], files[0], "runs/coarse/last.pt"])
     assert both[3:] == alone
-    said = capsys.readouterr().out
-    for name, count in (("drawn", 1), ("coarse", 1), ("mae", 0)):
-        assert said.count(f"{name}/last.pt has another image or patch size than the") == count
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
