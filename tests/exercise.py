@@ -42,14 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 60                                                 # seconds that a check may take
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
 TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that layers below produce
-TWINS = {  # functions that are nearly the solution: named for the teacher
-    "vit.patchify": ["vit.unpatchify"],
-    "vit.Attention.forward": ["crossmae.CrossAttention.forward", "crossmae.decoder_attention"],
-    "crossmae.CrossAttention.forward": ["vit.Attention.forward", "crossmae.decoder_attention"],
-    "mae.MAE.add_mask_tokens": ["imae.IMAE.decode"],
-    "mae.MAE.forward": ["crossmae.CrossMAE.forward", "hypermae.HyperMAE.forward"],
-    "hypermae.HyperMAE.decode": ["minr.MINR.decode"],
-    "imae.IMAE.forward": ["mae.MAE.forward", "imae.IMAE.unmix"]}
 # what stays of the comments in a body that is removed
 SOURCES = r"(?:ViT )?eq\. \d+(?:, \d+)*|Sec\. [\d.]*\d|(?:Table|Figure|Algorithm|items?) \d\w*"
 
@@ -328,20 +320,12 @@ def check(name):
 def report(names):
     """Check these exercises, or all if none is named, and print each result at once. Returns 0 if
     all are right, otherwise 1."""
-    wrong, causes = 0, set()
+    wrong = 0
     for name in names or EXERCISES:
         text = check(name)
-        verdict, _, cause = text.partition("\n")
-        if not text:
-            print(f"{name} is right{remark(name)}", flush=True)
-            continue
-        wrong = 1
-        if "is not checked" in verdict:                    # many may have one cause: said once
-            text = f"{verdict}, see above" if cause in causes else text
-            causes.add(cause)
-        elif not names:
-            text = verdict
-        print(text, flush=True)
+        if text:
+            wrong = 1
+        print((text if names else text.split("\n")[0]) or f"{name} is right", flush=True)
     return wrong
 
 
@@ -380,17 +364,6 @@ def codes(name):
     file = file_of(name)
     now, committed = (ROOT / file).read_text(encoding="utf-8"), git("show", f"HEAD:./{file}")
     return code_of(name, now), code_of(name, committed)
-
-
-def remark(name):
-    """Return what to add about a right solution: that it is the original, or how to compare with
-    it; "" without git."""
-    now, original = codes(name)
-    if not original or "exercise: " in original:
-        return ""
-    if now == original:
-        return " (unchanged since the last commit: the original, unless you committed yours)"
-    return f"; compare with the original: git diff HEAD -- {file_of(name)}"
 
 
 def remove(folder, name, message):
@@ -467,7 +440,6 @@ def handout(folder, names):
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
             "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`"]
-    near = []
     for i, name in enumerate(names, 1):
         remove(folder, name, name)
         item = EXERCISES[name]
@@ -476,13 +448,9 @@ def handout(folder, names):
         if name in COPIES:
             remove(folder, COPIES[name], f"{COPIES[name]} (the same as {name})")
             page.append(f"`{COPIES[name]}` is the same function: copy yours there.")
-        for twin in TWINS.get(name, ()):
-            if twin not in names:
-                near.append(f"`{twin}` is nearly the solution of `{name}`.")
-    page += ["## For the teacher: delete this section", *near] if near else []
     (folder / "TASKS.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md. It ends "
-          f"with a section for the teacher if the files still hold similar functions")
+    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md. Its other "
+          f"functions are complete, and some are similar")
 
 
 def main(argv=None):
