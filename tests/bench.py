@@ -1,7 +1,6 @@
-"""Measure speed and memory of training steps, or of the input pipeline:
+"""Measure speed and memory of training steps:
 
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
-    python -m tests.bench --method mae --size tiny --data FOLDER
 
 A method may have its own flags after colons, including batch_size, amp, compile and
 grad_checkpointing: mae:amp=bf16:compile. Each gets a row: the median of --steps training steps
@@ -15,9 +14,6 @@ columns:
                      device's peak, if known. A few % mean that launching kernels takes the time:
                      try a higher --batch_size
     time, memory     per image and in total, relative to the first row of that image size
-
-With --data, a folder of images, it compares the images per second and worker of this project's
-input pipeline and of torchvision's ImageFolder with the same transforms.
 """
 
 import argparse
@@ -27,41 +23,23 @@ import re
 import statistics
 import sys
 import time
-from pathlib import Path
 
-import numpy as np
 import torch
 import torchvision
-from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision import transforms
 from tqdm import tqdm
 
 import train
 from train import METHODS, add_method_arguments, number, side_or_pair
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, normalize, pair
+from vit import SIZES
 
 PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
 OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
 SIZE = ("dim", "depth", "heads")
-
-
-def make_jpegs(folder, n, size=(500, 375), seed=0):
-    """Write n JPEG files of ImageNet's usual size, half in train/a, half in val/a: noise at all
-    scales, so that a file of quality 90 has about 65 KB, like a photograph."""
-    rng, scales = np.random.default_rng(seed), (1, 4, 16, 64, 125)
-    for i in range(n):
-        file = folder / ("train", "val")[i % 2] / "a" / f"{i}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        layers = [np.asarray(Image.fromarray(rng.integers(0, 256, (k * 3, k * 4, 3), "uint8"))
-                             .resize(size, Image.BICUBIC), "float32") - 128 for k in scales]
-        image = 128 + sum(layer / k ** 0.5 for layer, k in zip(layers, scales))
-        Image.fromarray(image.clip(0, 255).astype("uint8")).save(file, quality=90)
 
 
 def count_flops(function):
@@ -203,59 +181,13 @@ def measure(cases, steps, warmup):
     return rows
 
 
-class AnyFolder(torchvision.datasets.ImageFolder):
-    """An ImageFolder of all images in a folder, as one class."""
-
-    def find_classes(self, directory):
-        return [""], {"": 0}
-
-
-def pipeline(args, img_size):
-    """Return a row for each of the two input pipelines: images per second and worker, and the ratio
-    to torchvision's."""
-    files, targets, classes = train.list_folder(Path(args.data))[0]
-    n = max(args.steps, 2) * args.batch_size               # images are repeated
-    ids = torch.arange(n).remainder(len(files)).split(args.batch_size)
-    split = train.ImageDataset(files, targets, classes, train.crop_transform(img_size, args))
-    theirs = AnyFolder(Path(args.data, "train" if classes else ""), transforms.Compose([
-        transforms.RandomResizedCrop(img_size, (0.2, 1),
-                                     interpolation=transforms.InterpolationMode.BICUBIC),
-        transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]))
-    loader = DataLoader(theirs, batch_sampler=[part.tolist() for part in ids],
-                        num_workers=args.workers)
-    seconds = [], []
-
-    def ours():
-        for images, _ in train.load_images(split, ids, args):
-            normalize(images, METHODS["mae"])              # there: ToTensor and Normalize
-
-    for _ in range(1 + args.rounds):                       # the first one warms up
-        for times, run in zip(seconds, (ours, lambda: [None for _ in loader])):
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-    seconds = [times[1:] for times in seconds]
-    return [{"pipeline": name, "image": "x".join(map(str, img_size)), "workers": args.workers,
-             "img/s per worker": f"{n / statistics.median(times) / max(args.workers, 1):.4g}",
-             "speed": statistics.median(b / a for a, b in zip(times, seconds[1]))}
-            for name, times in zip(("train.py", "torchvision"), seconds)]
-
-
 def run(args):
     """Measure what a parsed command line asks for, print the rows and return them."""
-    if args.jpegs == 1 or args.jpegs and not args.data:
-        raise ValueError(f"--jpegs {args.jpegs} must be at least 2, and needs --data FOLDER")
-    args.crop, args.flip, rows = 0.2, True, []
+    rows = []
     train.start_processes(args)
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
           f"{torch.get_num_threads()} threads, {args.dtype}")
-    if args.jpegs:
-        make_jpegs(Path(args.data), args.jpegs)
     for img_size in args.img_size:
-        if args.data:
-            rows += pipeline(args, img_size)
-            continue
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
         print(f"attention: {cases[0].attention}")
         rows += measure(cases, args.steps, args.warmup)
@@ -281,10 +213,6 @@ def main(argv=None):
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")
     option("--warmup", type=number(int, 0), default=3, help="steps before these (3)")
-    option("--data", metavar="FOLDER", help="measure the input pipeline on its images")
-    option("--jpegs", type=number(int, 0), default=0, help="first write N JPEGs to --data (0)")
-    option("--workers", type=number(int, 0), default=1, help="data loading workers (1)")
-    option("--rounds", type=count, default=3, help="repetitions of the two pipelines (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     try:
