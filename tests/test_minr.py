@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 import minr
 from minr import MINR, fourier_features, grid_coords
-from tests.conftest import ROOT
-from tests.golden import load, replay
+
 from tests.test_methods import build, images_and_noise
 
 
@@ -91,33 +90,6 @@ def test_parts_of_a_batch(loss_on):
     assert torch.allclose(torch.stack(parts).mean(), model(images, noise)[0], atol=1e-7)
     losses = torch.stack([model(images, noise)[0] for _ in range(200)])
     assert torch.allclose(losses.mean(), model.eval()(images, noise)[0], rtol=0.02)
-
-
-@pytest.mark.parametrize("name, config", [
-    ("ginr", dict(modulated_layer_idxs=[0, 3], n_weight_groups=[5])), ("ginr", {}),
-    ("transinr", dict(n_weight_groups=[4])), ("transinr", dict(modulated_layer_idxs=[2, 4])),
-    ("transinr", dict(n_layer=3, hidden_dim=[16]))])
-def test_replay_takes_other_fixtures(name, config):
-    config = {**load(ROOT / f"tests/golden/minr_{name}.pt")["config"], **config}
-    l, h, g = config["n_layer"], config["hidden_dim"][0], torch.Generator().manual_seed(0)
-    modulated, widths = config["modulated_layer_idxs"], [32, *[h] * (l - 1), 3]
-    state, total = {}, 0
-    for i, (a, b) in enumerate(zip(widths, widths[1:])):
-        state[f"hyponet.params_dict.linear_wb{i}"] = torch.randn(a + 1, b, generator=g)
-        if modulated is None or i in modulated:
-            groups = min(config["n_weight_groups"][0], b)
-            key = f"group_modulation_postfc.linear_wb{i}"
-            total += groups
-            state |= {f"{key}.{k}": torch.randn(size, generator=g) for k, size in (
-                ("0.weight", (32,)), ("0.bias", (32,)), ("1.weight", (a, 32)), ("1.bias", (a,)))}
-            if name == "ginr":
-                state[f"shared_factor.linear_wb{i}"] = torch.randn(1, groups, b, generator=g)
-    ours = replay(dict(
-        method="minr", config=config, state_dict=state, coords=torch.rand(2, 5, 7, 2) * 2 - 1,
-        weight_tokens=torch.randn(2, total, 32, generator=g), target=torch.rand(2, 5, 7, 3)))
-    grads = ours["grads"]
-    assert ours["pred"].shape == (2, 5, 7, 3) and grads.keys() == {*state, "weight_tokens"}
-    assert all(grads[k].shape == v.shape for k, v in state.items())
 
 
 @pytest.mark.parametrize("kind, groups, sigma", [("ginr", 256, 128.0), ("transinr", 64, 1024.0)])
