@@ -74,7 +74,7 @@ def test_extra_tokens_travel(pretrain, folder, capsys):
 
 def test_what_pooling_is_possible():
     assert finetune.default_pool(200, 768) == "extra" and finetune.default_pool(0, 768) == "mean"
-    with pytest.raises(ValueError, match="--pool extra: only MINR.s encoder has .*; try --pool mean"):
+    with pytest.raises(ValueError, match="--pool extra: only MINR.s .*; try --pool mean"):
         classifier(pool="extra")
     with pytest.raises(ValueError, match="8192 features exceed 5000; try --pool mean"):
         Classifier(64, 4, dim=32, depth=1, heads=1, pool="joined")

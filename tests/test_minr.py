@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 import minr
 from minr import MINR, fourier_features, grid_coords
-
 from tests.test_methods import build, images_and_noise
 
 
