@@ -546,7 +546,7 @@ def open_folder(root, img_size, args):
             loader = tqdm(file_loader(dataset, pieces, args), "reading", leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
             for ids, (part, labels) in zip(pieces, loader):
-                images[ids], dataset.labels[ids] = part, labels        # a file may be replaced
+                images[ids], dataset.labels[ids] = part, labels        # labels too: see ImageDataset.read
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
 
@@ -609,8 +609,8 @@ def load_images(dataset, batches, args, seed=0):
 
 
 def val_batches(dataset, args, img_size, most=None):
-    """Yield batches (indices, images, labels) of this process's share of up to `most` images,
-    always the same ones. A batch is at most 250 images, and no larger than a training piece."""
+    """Yield this process's batches (indices, images, labels) from a fixed random choice of at most
+    `most` images. A batch is at most 250 images, and no larger than a training piece."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
     size = max(1, args.batch_size // (args.world * args.accum))
@@ -621,7 +621,7 @@ def val_batches(dataset, args, img_size, most=None):
 
 def crop_batch(images, img_size, args):
     """Crop, resize and flip this process's in-memory images (b,C,H,W) like crop_transform, but
-    bilinearly and with a separate crop for each (torchvision would use one for the whole batch).
+    with bilinear interpolation and one crop for each image (torchvision: one for the batch).
     Returns floats. Crops taller or wider than the image are clipped to it. Images of another aspect
     ratio than img_size are stretched, as in validation."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)

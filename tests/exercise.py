@@ -210,8 +210,8 @@ def in_words(name, args):
 
 
 def settings(value):
-    """Return what a function should leave as it is in a model or in train.py's args: {name: text}.
-    """
+    """Return the settings {name: text} of a model, or of train.py's args, that a function must not
+    change."""
     if isinstance(value, torch.nn.Module):
         held = {f"{name}.requires_grad": str(p.requires_grad)
                 for name, p in value.named_parameters()}
