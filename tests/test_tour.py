@@ -317,6 +317,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
                     s.only_names or isinstance(s.node, ast.For)):
                 made = "".join(rows[i][1] for i in range(s.first, s.last + 1) if i in rows)
                 assert all(shape in made for shape in shapes[:1] + shapes[-1:]), (s.first, made)
+    assert "def require" not in reader.text                # nothing that makes no tensors
     if cls:
         items = re.findall(r'popovertarget="(.*?)"', page)
         assert items and {*items} <= {*re.findall(r' id="(.*?)"', page)}
@@ -337,13 +338,31 @@ def test_pictures():
         tour.attention(dict(names, q=q, k=k), model.encoder)
         tour.attention(dict(ids_keep=ids_keep, q=q[:, :, :25], k=k[:, :, :25]), model.encoder)
         patches = patchify(images, 4)
-        tour.picture(patches[0, ids_mask[0]][None], "(B, M, p*p*C)", names, model)
+        tour.picture("", patches[0, ids_mask[0]][None], "(B, M, p*p*C)", names, model)
     expected = torch.zeros(96).index_copy(0, torch.cat([ids_keep, ids_mask], 1)[0], weights)
     assert torch.allclose(shown[0], tour.heat(expected.view(8, 12)), atol=1e-4)
     masked = model.encoder.pixels_of(torch.ones(1, 96).scatter(1, ids_keep, 0))[0, 0] > 0
     assert (shown[1][:, masked[::4, ::4]] == tour.GREY).all() and (shown[2][:, ~masked] == tour.GREY
                                                                    ).all()
     assert torch.allclose(shown[2][:, masked], denormalize(images, model)[0][:, masked])
+
+
+def test_comments_and_what_a_line_made():
+    """A comment's shapes are apart from its words. A line that ran often shows each shape, and
+    images without a name in the caller are drawn: MINR's masked ones."""
+    for comment in ("(N, b_i), then (B, N, b_i)", "(..., dim)", "scalar", "(C, 1) or (B, C, 1)"):
+        assert tour.split_comment(f"# {comment} item 1") == (comment, " item 1")
+    assert tour.split_comment("# by its mean (Sec. 3)") == ("", "by its mean (Sec. 3)")
+    model, images = MINR(**TINY, **MINR.small_model).eval(), torch.rand(1, 3, 32, 48)
+    with torch.no_grad():
+        call, = trace(lambda: model(images), FILES)
+    layers, = [step for step in call.steps if step.statement.targets == ["layers"]]
+    assert "(1, 64, 64)" in tour.numbers_of(tour.made_by([layers]))
+    shown = []
+    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
+        tour.section(call, model)
+    masked = images[0] * (1 - model.encoder.pixels_of(call.steps[0].made[-1][0])[0])
+    assert any(torch.allclose(x, masked) for x in shown if x.shape == masked.shape)
 
 
 FORK = """
@@ -385,6 +404,7 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, capsys, refused):
     image = 255 * denormalize(seen[0], MAE)[0]
     assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
     text = " ".join(Reader(Path("x.html").read_text()).text.split())
+    assert "from runs/new, in evaluation mode, on a.png" in text and "norm_pix_loss=True" in text
     assert "L = 143p = 5D = 76K = 31M = 112E = 92" in text
     capsys.readouterr()
     main(["mae"])
@@ -394,7 +414,7 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, capsys, refused):
     refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
     refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
     refused(main, ["mae", "--image", "text"], "text")
-    refused(main, ["mae", "--image", "none.jpg"], "no such file")
+    refused(main, ["mae", "--image", "none.jpg"], "none.jpg")
     refused(main, ["mae", "--image", "a.png", "a.png"], "mae takes one image")
 
 

@@ -192,21 +192,27 @@ def letters(model):
 
 
 # ---------------------------------------------------------------------------------------- the lines
-def numbers_of(steps):
-    """Return in words what steps made: the shapes of tensors, e.g. "(1, 24, 80)", or numbers."""
-    made = [x for step in steps for part in step.made for x in part]
-    words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for x in made] or [
+def made_by(steps):
+    """Return [(name, tensor)] of what the runs of a line made; of three or more runs only the last
+    of each shape. (Two are i-MAE's branches.)"""
+    made = [(name, x) for step in steps
+            for name, part in zip(step.statement.targets or [""], step.made) for x in part]
+    return made if len(steps) < 3 else [*{x.shape: (name, x) for name, x in made}.values()]
+
+
+def numbers_of(made, steps=()):
+    """Return in words what a line made: the shapes of tensors, e.g. "(1, 24, 80)", or numbers."""
+    words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for _, x in made] or [
         f"{x:.4g}" for step in steps for x in step.values
         if isinstance(x, (int, float)) and abs(x) < 1000]
     words = [*dict.fromkeys(words)]                        # each once
-    return ", ".join(words) if len(words) < 4 else f"{words[0]} ... {words[-1]}"
+    return ", ".join(words) if len(words) < 6 else f"{words[0]} ... {words[-1]}"
 
 
 def split_comment(text):
-    """Split a comment into the shapes that it begins with, "(B, K), (B, M)", and its words."""
-    shape = r"\([^().;:]*,[^().;:]*\)(?: each)?(?:, )?"
-    shapes, words = re.match(rf"# *((?:{shape})*)(.*)", text).groups()
-    return shapes.strip(", "), words.strip()
+    """Split a comment into the shapes that it begins with, e.g. "(B, K), (B, M)", and its words."""
+    shape = r"(?:\((?:\.{3}|[^().;:])*,[^().;:]*\)(?: each)?|scalar\b)"
+    return re.match(rf"# *({shape}(?:,?(?: or| then)? {shape})*|)(.*)", text).groups()
 
 
 # ------------------------------------------------------------------------------------- the pictures
@@ -215,21 +221,17 @@ GREY = 0.8                                                 # where there is no p
 
 def png(x, height, text=""):
     """Return an image (3,h,w) in [0, 1] as HTML, about `height` pixels high, and a text below."""
-    scale = max(1, round(height / x.shape[1]))
+    scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
     data = b64encode(torchvision.io.encode_png((x * 255).byte(), 9).numpy().tobytes()).decode()
-    text = f"<figcaption>{escape(text)}</figcaption>" * bool(text)
-    return f'<figure><img alt="" src="data:image/png;base64,{data}">{text}</figure>'
+    return (f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{text}</figcaption></figure>")
 
 
 def heat(x):
     """Colour a matrix (h,w) by sign: blue, white at 0, orange. Returns (3,h,w) in [0, 1]."""
     x = x / x.abs().quantile(0.99).clamp(min=1e-9)
     return torch.stack([1 + 0.8 * x.clamp(max=0), 1 - 0.45 * x.abs(), 1 - 0.9 * x.clamp(min=0)])
-
-
-def span(x):
-    return f"{x.min():.2g} to {x.max():.2g}"
 
 
 def places_of(n, names, encoder):
@@ -255,207 +257,188 @@ def attention(names, encoder):
                "attention to each patch, mean over heads and queries")
 
 
-def picture(x, letters, names, model):
-    """Return a tensor as HTML, or "" where a picture would tell nothing."""
-    encoder, shape = model.encoder, tuple(x.shape)
-    if len(shape) < 2:
-        return ""
-    (H, W), (p, q), L, C = encoder.img_size, encoder.patch_size, encoder.num_patches, shape[-1]
+def picture(name, x, letters, names, model, text=""):
+    """Return a tensor as HTML with a caption that begins with `text`, or "" where a picture would
+    tell nothing. `letters` is its shape in the file, `names` {name: value} what else is known."""
+    encoder, (*_, n, size) = model.encoder, (0, 0, *x.shape)
+    (H, W), (p, q) = encoder.img_size, encoder.patch_size
+    L, C = encoder.num_patches, encoder.in_chans
     side = max(128, min(H, 160))
-    if len(shape) == 4 and shape[2:] == (H, W):
-        x = x[:4].float()
-        if shape[1] == 1:
-            x = 1 - x.expand(-1, 3, -1, -1)
-        else:
-            x = x / 255 if x.max() > 20 else denormalize(x, model)
-        return png(torch.cat([*F.pad(x, (0, 1), value=1)], dim=2)[..., :-1], side)
-    if len(shape) == 3 and shape[1:] == (H * W, encoder.in_chans):     # a rendered image
-        return png(denormalize(x[0].T.view(1, -1, H, W), model)[0], side)
-    if len(shape) == 2 and len(x) < 9 and shape[1] in (L, H * W) and x.dtype != torch.long:
-        grid = x[0].float().view(encoder.grid if shape[1] == L else (H, W))
+    is_image = x.ndim == 4 and x.shape[2:] == (H, W)
+    if is_image and x.shape[1] == 1 or x.ndim == 2 and size in (L, H * W) and len(x) < 9 and (
+            x.dtype != torch.long):
+        grid = x[0].float().view(encoder.grid if x[0].numel() == L else (H, W))
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
-            return png(1 - grid.expand(3, -1, -1), side, "black: masked")
-        return png(heat(grid), side, span(grid))
-    if len(shape) == 2 and x.dtype == torch.long and shape[1] < L and x.max() < L:
+            return png(1 - grid.expand(3, -1, -1), side, f"{text}black: masked")
+        return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
+    if x.ndim == 2 and x.dtype == torch.long and x.max() < L:
         grid = torch.zeros(L).index_fill(0, x[0], 1).view(encoder.grid)
-        return png(grid.expand(3, -1, -1), side, "white: these patches")
-    places = places_of(shape[1], names, encoder) if len(shape) == 3 else None
-    if places is not None and C == p * q * encoder.in_chans and ("*" in letters or not letters):
-        canvas = torch.full((1, L, p, q, encoder.in_chans), torch.nan)
-        canvas[0, places] = x[0].float().view(-1, p, q, encoder.in_chans)
-        image = unpatchify(canvas.flatten(2), (p, q), encoder.grid)    # (1, C, H, W)
-        return png(denormalize(image, model)[0].nan_to_num(GREY), side)
-    matrix = x[0] if len(shape) == 3 else x
-    if x.is_floating_point() and len(shape) in (2, 3) and min(matrix.shape) >= 8:
-        matrix = matrix[:96, :144].float()
-        (rows, columns), text = matrix.shape, span(matrix)
-        return png(heat(matrix), rows * max(1, min(192 // columns, 160 // rows)), text)
-    return ""
+        return png(grid.expand(3, -1, -1), side, f"white: {name or 'these patches'}")
+    image, places = None, places_of(n, names, encoder)
+    if is_image:
+        image = torch.cat([*F.pad(x[:4].float(), (0, 1), value=torch.nan)], dim=2)[..., :-1]
+    elif x.ndim == 3 and (n, size) == (H * W, C):          # a rendered image
+        image = x[0].T.view(C, H, W)
+    elif x.ndim == 3 and size == p * q * C and places is not None and (
+            "*" in letters or not letters):                # patches
+        canvas = torch.full((1, L, size), torch.nan).index_copy(1, places, x[:1].float())
+        image = unpatchify(canvas, (p, q), encoder.grid)[0]
+    if image is not None:
+        image = image / 255 if x.max() > 20 else denormalize(image, model)
+        return png(image.nan_to_num(GREY), side, text)
+    matrix = x[0] if x.ndim == 3 else x
+    if not x.is_floating_point() or matrix.ndim != 2 or min(matrix.shape) < 8:
+        return ""
+    matrix = matrix[:96, :144].float()
+    rows, columns = matrix.shape
+    return png(heat(matrix), rows * max(1, min(192 // columns, 160 // rows)),
+               f"{text}{matrix.min():.2g} to {matrix.max():.2g}")
+
+
+def pictures(made, letters, names, model):
+    """Return at most two pictures of [(name, tensor)] as HTML: those with most axes, which often
+    are the only ones that depend on the image."""
+    made = sorted(made, key=lambda pair: -pair[1].ndim)
+    texts = [f"{name} {tuple(x.shape)} " if len(made) > 1 else "" for name, x in made]
+    shown = [picture(*pair, letters, names, model, text) for pair, text in zip(made, texts)]
+    return "".join([*filter(None, shown)][:2])
 
 
 # ----------------------------------------------------------------------------------------- the page
 STYLE = """
-:root { color-scheme: light dark; --text: light-dark(#1f2328, #e6e6e6); --soft: light-dark(#59636e,
-  #9aa4af); --line: light-dark(#d8dee4, #3a4149); --paper: light-dark(#fff, #15181c); --code:
-  light-dark(#f6f8fa, #1f242b); --blue: light-dark(#0550ae, #79b8ff); --red: light-dark(#a0111f,
-  #ff9a8d) }
 * { box-sizing: border-box } h1 { font-size: 1.6em; line-height: 1.2 }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--paper);
-  max-width: 1320px; margin: 0 auto; padding: 24px 16px 80px }
+:root { color-scheme: light dark; --blue: light-dark(#0550ae, #79b8ff) }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1320px; margin: auto; padding: 12px }
 pre, code { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace; margin: 0;
   white-space: pre-wrap; overflow-wrap: anywhere }
-.top { display: flex; flex-wrap: wrap; gap: 10px 40px } .idea { flex: 1 1 420px }
-.strip { flex: 1 1 340px } .letters { display: flex; flex-wrap: wrap; gap: 0 14px }
+.top, .letters { display: flex; flex-wrap: wrap; gap: 0 16px }
+.idea { flex: 1 1 420px } .strip { flex: 0 1 580px }
 img { image-rendering: pixelated; max-width: 100%; display: block; outline: 1px solid #8883 }
 figure { display: inline-block; vertical-align: top; margin: 4px 12px 4px 0 }
-figcaption { font-size: 12px; color: var(--soft) } .made { font-size: 13px }
+figcaption { font-size: 12px; width: 0; min-width: max(100%, 8em) }
 .row { display: grid; grid-template-columns: 27fr 46fr 27fr; gap: 2px 20px; padding: 3px 6px }
-.note { font-size: 13.5px; line-height: 1.4; color: var(--soft) } .off pre { opacity: .45 }
-.call { border-left: 3px solid var(--line); margin: 6px 0 10px 2px; padding-left: 6px }
-.title { background: var(--code); border-radius: 6px; padding: 8px 6px }
-b { color: var(--blue); font-weight: 600 } i { color: var(--soft); font-style: normal }
-u { color: var(--red); text-decoration: none } s { color: var(--blue); text-decoration: none }
-summary { cursor: pointer; list-style: none; border-radius: 6px }
-summary:hover, summary:focus-visible { background: var(--code); outline: 2px solid var(--line) }
-summary pre::before { content: "▸ "; color: var(--blue) }
+.note, .made, figcaption { font-size: 13px; line-height: 1.4 }
+.note, figcaption, i { color: light-dark(#59636e, #9aa4af); font-style: normal }
+.off pre { opacity: .45 } .title { background: #8881; border-radius: 6px }
+.call { border-left: 3px solid #8884; margin: 6px 0 10px; padding-left: 4px }
+b, u, button { color: var(--blue); font-weight: 600; text-decoration: none }
+summary { cursor: pointer; list-style: none } summary pre::before { content: "▸ " }
 details[open] > summary pre::before { content: "▾ " }
-button { font: inherit; color: var(--blue); background: none; border: 0; padding: 0; cursor: help;
-  text-decoration: underline dotted }
-[popover] { max-width: 36em; padding: 14px 18px; border: 1px solid var(--line); color: var(--text);
-  background: var(--paper); border-radius: 8px; box-shadow: 0 4px 24px #0004 }
-@media (max-width: 820px) { .row { grid-template-columns: 1fr; padding: 6px 4px }
-  body { padding: 12px 8px } .call { padding-left: 3px; margin-left: 0 } }
+button { font: inherit; background: none; border: 0; padding: 0; text-decoration: underline }
+[popover] { max-width: 36em; padding: 14px 18px; border: 1px solid #8888; border-radius: 8px }
+@media (max-width: 820px) { .row { grid-template-columns: 1fr } }
 @media print { ::details-content { content-visibility: visible; display: block }
   .row, figure { break-inside: avoid } [popover] { display: block; position: static } }
 """
-VIT = str(ROOT / "vit.py")
-KEYWORDS = re.compile(rf"(\"[^\"]*\"|'[^']*')|\b({'|'.join([*keyword.kwlist, 'self'])})\b")
+KEYWORDS = re.compile(rf"\b({'|'.join([*keyword.kwlist, 'self'])})\b")
 
 
-def as_html(text, path, used):
-    """Return a note as HTML: code in backticks, and "item 3" as a button that shows its text, if it
-    exists. Adds the items to `used`, a set of (path, number)."""
-    def button(found):
-        used.add((path, found[0]))
-        return (f'<button type="button" popovertarget="{Path(path).stem}-{found[0]}">{found[0]}'
-                f"</button>")
-
+def as_html(text, path):
+    """Return a note as HTML: code in backticks, and "item 3" as a button that shows its text."""
+    button = rf'<button type="button" popovertarget="{Path(path).stem}-\g<0>">\g<0></button>'
     text = re.sub(r"`(.*?)`", r"<code>\1</code>", escape(text))
     text = re.sub(r"\n {4,}", "<br>", text).replace("\n\n", "<br><br>")        # formulas: by line
     return re.sub(r"\bitems? \d+(?:(?:, | and )\d+)*",
                   lambda found: re.sub(r"\d+", button, found[0]), text)
 
 
-def coloured(code):
-    """Return code as HTML, with keywords and strings in colour."""
-    parts = re.split(KEYWORDS, code)                       # text, string, keyword, text, ...
-    marks = ("{}", "<s>{}</s>", "<u>{}</u>")
-    return "".join(marks[i % 3].format(escape(part)) for i, part in enumerate(parts) if part)
+def items_of(path):
+    """Return the list at the end of a file, "Paper and release", as HTML that buttons show."""
+    tail = Path(path).read_text().split("\n# Paper and release")[-1].replace("\n#      ", " ")
+    return "".join(f'<div popover id="{Path(path).stem}-{n}"><b>Item {n}</b> {escape(text)}</div>'
+                   for n, text in re.findall(r"#   (\d+)\. (.*)", tail))
 
 
-def section(call, model, used, names=None, callers=()):
-    """Return a call as HTML: its function's title and docstring, then a row for each statement, as
-    in the file, with what it calls below it: open at first, except functions in vit.py.
-    `names` {name: value} are the callers'; functions in `callers` are not shown again inside."""
+def section(call, model, names=None, callers=()):
+    """Return a call as HTML: its function's title and docstring, then its statements as in the
+    file, with what they call below: open at first, except functions in vit.py. `names` {name:
+    value} are the callers'. Functions in `callers` are not shown again inside, and functions that
+    make no tensors not at all."""
     path, definition = call.steps[0].statement.path, call.steps[0].statement.definition
-    file, left, table = escape(Path(path).name), definition.col_offset, statements(path)
-    source = Path(path).read_text().splitlines()
-    names, callers, runs = {**(names or {}), **call.inputs}, (*callers, definition), {}
+    table, left = statements(path), definition.col_offset
+    source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
+    file, doc = escape(Path(path).name), ast.get_docstring(definition)
     for step in call.steps:
         runs.setdefault(step.statement.first, []).append(step)
-    inputs = [f"<b>{name}</b> {tuple(x.shape)}" for name, x in call.inputs.items()
-              if torch.is_tensor(x) and x.ndim]
-    title = "\n".join(x[left:] for x in source[definition.lineno - 1:definition.body[0].lineno - 1])
-    doc = as_html(ast.get_docstring(definition) or "", path, used)
-    html = [f'<div class="call"><div class="row title"><div class="note">{doc}</div><pre>'
-            f'{coloured(title)}</pre><div class="made">{file}, line {definition.lineno}<br>'
-            f'{"<br>".join(inputs)}</div></div>']
 
-    def add(first, last, comments=(), steps=(), made=(), numbers="", ran=True, calls=()):
-        """Add a row for the lines from first to last."""
-        lines = [re.sub(r"(^|  +)# .*", "", x)[left + 4:] for x in source[first - 1:last]]
-        code = "\n".join(filter(str.strip, lines))
-        told = [split_comment(text) for text in comments]
-        letters = ", ".join(filter(None, [shapes for shapes, _ in told]))
-        known = {**names, **steps[-1].names} if steps else names
-        words = [f"<b>{escape(letters)}</b>" * bool(steps), escape(numbers)]
-        times = len(steps) - (bool(steps) and isinstance(steps[0].statement.node, ast.For))
-        if times > 1 and (made or calls):                  # the header of a loop also ends it
+    def row(first, last, note, made, kind="row"):
+        """Return lines of the file as HTML, between a note and what they made."""
+        lines = [re.sub(r"(^|  +)# .*", "", x)[left:] for x in source[first - 1:last]]
+        code = re.sub(KEYWORDS, r"<u>\1</u>", escape("\n".join(filter(str.strip, lines))))
+        return (f'<div class="{kind}"><div class="note">{as_html(note, path)}</div><pre>'
+                f'<i title="{file}">{first}</i> {code}</pre><div class="made">{made}</div></div>'
+                ) * bool(code)
+
+    inputs = [(name, x) for name, x in call.inputs.items() if torch.is_tensor(x) and x.ndim]
+    unseen = [(name, x) for name, x in inputs if x.ndim == 4 and names
+              and all(x is not known for known in names.values())]     # has no name in the caller
+    names, callers = {**names, **call.inputs}, (*callers, definition)
+    words = [file, *[f"<b>{name}</b> {tuple(x.shape)}" for name, x in inputs]]
+    html = [row(definition.lineno, definition.body[0].lineno - 1, doc or "",
+                "<br>".join(words) + pictures(unseen, "", names, model), "row title")]
+    first = definition.body[doc is not None].lineno
+    for i in range(first, definition.end_lineno + 1):
+        s = table.get(i)
+        if s is None or s.definition is not definition:    # else, or a function inside this one
+            html.append(row(i, i, "", "", "row" if s is None else "row off"))
+            first = i + 1
+            continue
+        if i < s.last and i not in s.parts:                # a row is a statement or a part of one
+            continue
+        steps, comments = runs.get(s.first, []), {**s.above, **s.comments}
+        told = [split_comment(comments[j]) for j in comments if j <= i and (
+            j >= first or first == s.first)]
+        letters = ", ".join(filter(None, [shape for shape, _ in told]))
+        notes = " ".join(text for _, text in told)
+        known, words = {**names, **steps[-1].names} if steps else names, []
+        if i in s.parts:
+            made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
+            words.append(numbers_of(made))
+        if i == s.last:
+            whole = [] if s.only_names else made_by(steps)
+            made, together = (made, "together ") if i in s.parts else (whole, "")
+            words.append(together + numbers_of(whole, [] if s.only_names else steps))
+        times = len(steps) - isinstance(s.node, ast.For)   # the header of a loop also ends it
+        called = {c.steps[0].statement.definition: c for step in steps[::-1] for c in step.calls
+                  if any(sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
+        calls = [c for d, c in called.items() if i == s.last and d not in callers][::-1]
+        if times > 1 and (made or calls):
             words.append(f"× {times}")
         if steps and steps[-1].gradients:
             norms = [f"{part} {norm:.2g}" for part, norm in steps[-1].gradients.items()]
             words.append(f"norms of gradients: {', '.join(norms)}")
-        shown = [picture(x, letters, known, model) for x in [*made[:1], *made[1:][-1:]]]
-        if "scaled_dot_product" in code and steps:
-            shown = [attention(known, model.encoder)]
-        note = as_html(" ".join(text for _, text in told).strip(), path, used)
-        cells = (f'<div class="note">{note}</div><pre><i title="{file}">{first}</i>  '
-                 f'{coloured(code)}</pre><div class="made">{" ".join(words)}'
-                 f'<div>{"".join(shown)}</div></div>')
-        kind = "row" if ran else "row off"
+        shown = "" if isinstance(s.node, ast.For) else pictures(made, letters, known, model)
+        if steps and "scaled_dot_product" in source[i - 1]:
+            shown = attention(known, model.encoder)
+        cells = row(first, i, notes, f"<b>{escape(letters) * bool(steps)}</b> "
+                    f"{escape(', '.join(filter(None, words)))}<div>{shown}</div>",
+                    "row" if steps else "row off")
         if calls:
-            here = " open" * any(c.steps[0].statement.path != VIT for c in calls)
-            inner = "".join(section(c, model, used, known, callers) for c in calls)
-            cells = f'<details{here}><summary class="{kind}">{cells}</summary>{inner}</details>'
-        html.append(cells if calls else f'<div class="{kind}">{cells}</div>' * bool(code))
-
-    i = definition.body[ast.get_docstring(definition) is not None].lineno
-    while i <= definition.end_lineno:
-        s = table.get(i)
-        if s is None or s.definition is not definition:    # else, or a function inside this one
-            add(i, i, ran=s is None)
-            i += 1
-            continue
-        steps, inner = runs.get(s.first, []), {}
-        for called in [c for step in steps for c in step.calls]:
-            inner.setdefault(called.steps[0].statement.definition, called)     # the first one
-        calls = [c for function, c in inner.items() if function not in callers]
-        if s.parts:                                        # a list, with a comment for each element
-            for j in range(s.first, s.last + 1):
-                part = [steps[-1].parts[j]] if steps and j in s.parts else []
-                numbers = [str(tuple(x.shape)) for x in part]
-                if j == s.last:
-                    numbers.append(f"together {numbers_of(steps)}")
-                add(j, j, [s.comments[j]] if j in s.comments else [], steps, part,
-                    ", ".join(numbers), bool(steps), calls if j == s.last else ())
-        else:                                              # of two runs both: i-MAE's branches
-            made = sum([sum(x.made, []) for x in (steps if len(steps) < 3 else steps[-1:])], [])
-            add(s.first, s.last, [*s.above.values(), *s.comments.values()], steps,
-                [] if s.only_names else made, "" if s.only_names else numbers_of(steps),
-                bool(steps), calls)
-        i = s.last + 1
-    return "".join(html) + "</div>"
+            here = " open" * any(Path(c.steps[0].statement.path).stem != "vit" for c in calls)
+            inner = "".join(section(c, model, known, callers) for c in calls)
+            cells = f"<details{here}><summary>{cells}</summary>{inner}</details>"
+        html.append(cells)
+        first = i + 1
+    return f'<div class="call">{"".join(html)}</div>'
 
 
-def items_of(path):
-    """Return {number: text} of the list at the end of a file, "Paper and release"."""
-    tail = Path(path).read_text().split("\n# Paper and release")[-1]
-    return {n: " ".join(re.sub(r"\n#", "", text).split())
-            for n, text in re.findall(r"#   (\d+)\. (.*(?:\n#      .*)*)", tail)}
-
-
-def page(text, known, strip, call, model):
-    """Return the whole page: the file's docstring `text`, the letters' numbers {letter: n}, a strip
-    of captioned images, and a traced call."""
+def page(text, about, known, strip, call, model):
+    """Return the whole page: the file's docstring `text`, a line `about` the run, the letters'
+    numbers {letter: n}, a strip of captioned images, and a traced call."""
     title, _, idea = text.partition("\n")
-    used, parts = set(), []
-    body = section(call, model, used)
-    items = [f'<div popover id="{Path(path).stem}-{n}"><b>Item {n}</b> {escape(text)}</div>'
-             for path in sorted({path for path, _ in used})
-             for n, text in items_of(path).items() if (path, n) in used]
-    for part in idea.strip("\n").split("\n\n"):
-        parts.append(f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
-                     f"<p>{escape(part)}</p>")
-    letters = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
-    top = f'<div class="idea">{"".join(parts)}</div><div class="strip">{strip}</div>'
+    parts = [f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
+             f"<p>{escape(part)}</p>" for part in idea.strip("\n").split("\n\n")]
+    files = sorted({inner.steps[0].statement.path for inner in flatten([call])})
+    spans = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
-            f'{STYLE}</style></head><body><h1>{escape(title)}</h1><div class="top">{top}</div>'
-            f'<div class="letters">{letters}</div><p class="note">A line with ▸ opens what it '
-            f"calls; an item's number opens its text. Grey lines did not run. Blue shapes "
-            f"are the file's own comments; beside them are the sizes here. In a matrix a row is a "
-            f"token, blue is negative and orange positive, on a scale of its own.</p>{body}"
-            f"{''.join(items)}</body></html>")
+            f'{STYLE}</style></head><body><h1>{escape(title)}</h1><div class="top"><div '
+            f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
+            f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
+            f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
+            f"not run. Blue shapes are the file's own comments; beside them are the sizes here. In "
+            f"a matrix a row is a token, blue is negative, orange positive, on a scale of its own."
+            f"</p>{section(call, model)}{''.join(map(items_of, files))}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -464,9 +447,11 @@ def strip_of(model, image, noise):
     encoder = model.encoder
     decoded, mask = model.reconstruct(image, noise)
     masked = denormalize(image, model)[0].where(encoder.pixels_of(mask)[0] == 0, GREY)
+    decoded_text = "decoded" + ", visible patches untrained" * (
+        getattr(model, "loss_on", "masked") == "masked")
     copied = encoder.copy_visible(decoded, image, mask)
     images = {"image": denormalize(image, model)[0], "masked": masked,
-              "decoded": denormalize(decoded, model)[0],
+              decoded_text: denormalize(decoded, model)[0],
               "decoded, visible patches copied": denormalize(copied, model)[0]}
     return "".join(png(x, 128, name) for name, x in images.items())
 
@@ -492,7 +477,6 @@ def tour_method(args):
     files = args.image or []
     require(len(files) <= 1 + hasattr(cls, "pairs"), f"--image: {args.method} takes one image")
     for i, file in enumerate(files):
-        require(Path(file).is_file(), f"--image {file}: there is no such file")
         try:
             images[i] = center_crop(read_image(file), (H, W), 1)
         except Exception as error:                         # a broken file can raise anything
@@ -506,9 +490,17 @@ def tour_method(args):
         calls = trace(lambda: model.eval()(*inputs), [own, *ROOT.glob("*.py")])
         strip = strip_of(model, *inputs[:2])
     text = sys.modules[cls.__module__].__doc__ or cls.__name__
-    known = {k: n for k, n in {"B": 1, **letters(model)}.items()         # as in "L patches"
+    sizes = {"B": 1, **letters(model)}
+    if hasattr(model, "to_weights"):                       # MINR: numbers for each layer
+        outputs = [len(bias) for bias in model.biases]
+        sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs, g_i=model.groups)
+    known = {k: n for k, n in sizes.items()                # as in "L patches"
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
-    return text, known, strip, calls[0], model
+    options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
+               if hasattr(model, name)]
+    about = (f"{args.method} from {args.checkpoint or 'random weights'}, in evaluation mode, on "
+             f"{' and '.join(files) or 'a drawn image'}. Options: {', '.join(options)}.")
+    return text, about, known, strip, calls[0], model
 
 
 def tour_train(args):
@@ -526,7 +518,8 @@ def tour_train(args):
             redirect_stdout(StringIO()):
         train.main([*words, folder])
     model, call = found
-    return train.__doc__, {"B": 8, **letters(model)}, "", call, model
+    about = f"Options: {' '.join(words[:-1])}."
+    return train.__doc__, about, {"B": 8, **letters(model)}, "", call, model
 
 
 def main(argv=None):
