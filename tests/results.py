@@ -132,8 +132,8 @@ def read_lines(path):
 
 def printed_numbers(lines):
     """Return the numbers that --eval prints and that tables need: {"random 0.75": {"masked": PSNR,
-    "decoded": PSNR}, "alpha 0.2": {"branch dominant": R^2, ...}, "block 0": {"visible": attention,
-    ...}, ...}."""
+    "decoded": PSNR}, "alpha 0.2": {"branch dominant": R^2, ...}, "block sum": {"visible":
+    attention, ...}, ...}."""
     found, heads = {}, []
     for line in lines:
         words = re.split("  +", line.strip())
@@ -147,7 +147,7 @@ def printed_numbers(lines):
             else:
                 value = row.pop(heads[0])
                 label = f"{heads[0]} {value if value == 'sum' else f'{float(value):g}'}"
-            if label in (*CONDITIONS, *ALPHAS) or heads[0] == "block":
+            if label in (*CONDITIONS, *ALPHAS, "block sum"):
                 found[label] = {name: float(word) for name, word in row.items()}
     return found
 
