@@ -317,7 +317,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
                     s.only_names or isinstance(s.node, ast.For)):
                 made = "".join(rows[i][1] for i in range(s.first, s.last + 1) if i in rows)
                 assert all(shape in made for shape in shapes[:1] + shapes[-1:]), (s.first, made)
-    assert "def require" not in reader.text                # nothing that makes no tensors
+    assert "def require" not in reader.text                # it makes no tensors
     if cls:
         items = re.findall(r'popovertarget="(.*?)"', page)
         assert items and {*items} <= {*re.findall(r' id="(.*?)"', page)}
@@ -351,18 +351,18 @@ def test_comments_and_what_a_line_made():
     """A comment's shapes are apart from its words. A line that ran often shows each shape, and
     images without a name in the caller are drawn: MINR's masked ones."""
     for comment in ("(N, b_i), then (B, N, b_i)", "(..., dim)", "scalar", "(C, 1) or (B, C, 1)"):
-        assert tour.split_comment(f"# {comment} item 1") == (comment, " item 1")
+        assert tour.split_comment(f"# {comment} item 1") == (comment, "item 1")
     assert tour.split_comment("# by its mean (Sec. 3)") == ("", "by its mean (Sec. 3)")
     model, images = MINR(**TINY, **MINR.small_model).eval(), torch.rand(1, 3, 32, 48)
     with torch.no_grad():
         call, = trace(lambda: model(images), FILES)
     layers, = [step for step in call.steps if step.statement.targets == ["layers"]]
     assert "(1, 64, 64)" in tour.numbers_of(tour.made_by([layers]))
-    shown = []
-    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
+    seen = []
+    with patch.object(tour, "pictures", lambda made, *_: seen.extend(made) or ""):
         tour.section(call, model)
-    masked = images[0] * (1 - model.encoder.pixels_of(call.steps[0].made[-1][0])[0])
-    assert any(torch.allclose(x, masked) for x in shown if x.shape == masked.shape)
+    masked = images * (1 - model.encoder.pixels_of(call.steps[0].made[-1][0]))
+    assert any(name == "images" and torch.equal(x, masked) for name, x in seen)
 
 
 FORK = """

@@ -212,7 +212,8 @@ def numbers_of(made, steps=()):
 def split_comment(text):
     """Split a comment into the shapes that it begins with, e.g. "(B, K), (B, M)", and its words."""
     shape = r"(?:\((?:\.{3}|[^().;:])*,[^().;:]*\)(?: each)?|scalar\b)"
-    return re.match(rf"# *({shape}(?:,?(?: or| then)? {shape})*|)(.*)", text).groups()
+    found = re.match(rf"# *({shape}(?:,?(?: or| then)? {shape})*|)(.*)", text)
+    return found[1], found[2].strip(", ")
 
 
 # ------------------------------------------------------------------------------------- the pictures
@@ -330,6 +331,7 @@ button { font: inherit; background: none; border: 0; padding: 0; text-decoration
 @media print { ::details-content { content-visibility: visible; display: block }
   .row, figure { break-inside: avoid } [popover] { display: block; position: static } }
 """
+VIT = str(ROOT / "vit.py")
 KEYWORDS = re.compile(rf"\b({'|'.join([*keyword.kwlist, 'self'])})\b")
 
 
@@ -352,8 +354,8 @@ def items_of(path):
 def section(call, model, names=None, callers=()):
     """Return a call as HTML: its function's title and docstring, then its statements as in the
     file, with what they call below: open at first, except functions in vit.py. `names` {name:
-    value} are the callers'. Functions in `callers` are not shown again inside, and functions that
-    make no tensors not at all."""
+    value} are the callers'. Not shown are functions in `callers`, and those in vit.py that make no
+    tensors."""
     path, definition = call.steps[0].statement.path, call.steps[0].statement.definition
     table, left = statements(path), definition.col_offset
     source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
@@ -386,6 +388,8 @@ def section(call, model, names=None, callers=()):
         if i < s.last and i not in s.parts:                # a row is a statement or a part of one
             continue
         steps, comments = runs.get(s.first, []), {**s.above, **s.comments}
+        if isinstance(s.node, ast.For):                    # its header also ends it
+            steps = steps[:-1] or steps
         told = [split_comment(comments[j]) for j in comments if j <= i and (
             j >= first or first == s.first)]
         letters = ", ".join(filter(None, [shape for shape, _ in told]))
@@ -398,23 +402,23 @@ def section(call, model, names=None, callers=()):
             whole = [] if s.only_names else made_by(steps)
             made, together = (made, "together ") if i in s.parts else (whole, "")
             words.append(together + numbers_of(whole, [] if s.only_names else steps))
-        times = len(steps) - isinstance(s.node, ast.For)   # the header of a loop also ends it
         called = {c.steps[0].statement.definition: c for step in steps[::-1] for c in step.calls
-                  if any(sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
+                  if c.steps[0].statement.path != VIT or any(
+                      sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
         calls = [c for d, c in called.items() if i == s.last and d not in callers][::-1]
-        if times > 1 and (made or calls):
-            words.append(f"× {times}")
+        if len(steps) > 1 and (made or calls):
+            words.append(f"× {len(steps)}")
         if steps and steps[-1].gradients:
             norms = [f"{part} {norm:.2g}" for part, norm in steps[-1].gradients.items()]
             words.append(f"norms of gradients: {', '.join(norms)}")
-        shown = "" if isinstance(s.node, ast.For) else pictures(made, letters, known, model)
+        shown = pictures(made, letters, known, model)
         if steps and "scaled_dot_product" in source[i - 1]:
             shown = attention(known, model.encoder)
         cells = row(first, i, notes, f"<b>{escape(letters) * bool(steps)}</b> "
                     f"{escape(', '.join(filter(None, words)))}<div>{shown}</div>",
                     "row" if steps else "row off")
         if calls:
-            here = " open" * any(Path(c.steps[0].statement.path).stem != "vit" for c in calls)
+            here = " open" * any(c.steps[0].statement.path != VIT for c in calls)
             inner = "".join(section(c, model, known, callers) for c in calls)
             cells = f"<details{here}><summary>{cells}</summary>{inner}</details>"
         html.append(cells)
@@ -436,9 +440,9 @@ def page(text, about, known, strip, call, model):
             f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
             f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
             f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
-            f"not run. Blue shapes are the file's own comments; beside them are the sizes here. In "
-            f"a matrix a row is a token, blue is negative, orange positive, on a scale of its own."
-            f"</p>{section(call, model)}{''.join(map(items_of, files))}</body></html>")
+            f"not run. Blue shapes are the file's own comments; beside them are the sizes here. "
+            f"In a matrix a row is a token, blue is negative and orange positive, on a scale of "
+            f"its own.</p>{section(call, model)}{''.join(map(items_of, files))}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -497,7 +501,7 @@ def tour_method(args):
     known = {k: n for k, n in sizes.items()                # as in "L patches"
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
-               if hasattr(model, name)]
+               if not isinstance(getattr(model, name, model), torch.nn.Module)]
     about = (f"{args.method} from {args.checkpoint or 'random weights'}, in evaluation mode, on "
              f"{' and '.join(files) or 'a drawn image'}. Options: {', '.join(options)}.")
     return text, about, known, strip, calls[0], model
