@@ -8,7 +8,7 @@ Each step is seeded from (seed, epoch, step). Each process draws the random numb
 batch and keeps its part, so N processes pretrain like one. Crops of files are drawn from (seed,
 epoch, image). A resumed run needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS; the README lists what it must provide ("Fork").
+A method is a class like those in METHODS; tests/REFERENCE.md lists what it must provide ("Forks").
 """
 
 import argparse

@@ -707,7 +707,7 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys, ref
 
 
 def test_sizes_in_a_checkpoint_of_ones_own_loop(pretrain, folder):
-    """They may be ints, and in_chans may be left out, as in the README; so in released files."""
+    """They may be ints, and in_chans may be left out, as in REFERENCE.md; so in released files."""
     config = dict(img_size=16, patch_size=4, dim=16, depth=2, heads=2, decoder_dim=16,
                   decoder_heads=2)
     model = MAE(**config)
