@@ -50,8 +50,9 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
 NORM = {  # name: the frozen encoder with and without a LayerNorm at its end, trained once for both
     f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
-    for name in ("untrained", "mae", "mae_joined", "crossmae", "crossmae_25", "hypermae", "ginr",
-                 "ginr_mean", "imae") for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
+    for name in ("untrained", "untrained_joined", "mae", "mae_joined", "mae_4", "crossmae",
+                 "crossmae_25", "hypermae", "ginr", "ginr_mean", "imae")
+    for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
 SCRATCH = {f"scratch_{rate}": f"{SOURCES['scratch']} --lr {rate}" for rate in RATES}
 SOURCES |= NORM | SCRATCH
 HELD_OUT = {  # name: columns that decide a choice, measured on held-out training images

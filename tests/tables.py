@@ -38,8 +38,10 @@ SHOWN = {  # encoder: its names in the README's table and in the figure
     "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR (GINR)", "MINR"),
     "imae": ("i-MAE, with this MAE as its teacher", "i-MAE")}
 MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens, for all alike
-ENDS = ("with norm", "without norm")     # of frozen features, chosen with these encoders:
-CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")
+ENDS = ("with norm", "without norm")     # of frozen features
+NORMED = ("untrained", "untrained_joined", "mae", "mae_joined", "mae_4", "crossmae_last", "imae",
+          "imae_alone")                  # as pretrained, they end in a norm; the others do not
+CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")   # of an end
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
 PIXELS = "random 0.75 masked"
 TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES],
@@ -87,6 +89,7 @@ class Setup:
             for name, number in found.items():
                 self.numbers[encoder, name][record["seed"]] = number
         self.end = self.choose_end()
+        self.read_at_one_end()
         self.add_no_pretraining()
 
     def choose_end(self):
@@ -98,6 +101,15 @@ class Setup:
             return None
         return max(found, key=lambda end: mean(mean(row.values()) for row in found[end]))
 
+    def read_at_one_end(self):
+        """If an end is chosen, let 20-NN be that of features with this end, and blank where it is
+        not measured."""
+        for name in NAMES if self.end else ():
+            as_pretrained = {} if ENDS[name not in NORMED] != self.end else (
+                self.numbers[name, "20-NN"])
+            self.numbers[name, "20-NN"] = (self.numbers[name, f"20-NN {self.end}"] or
+                                           as_pretrained)
+
     def add_no_pretraining(self):
         """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
         both are measured."""
@@ -107,12 +119,6 @@ class Setup:
                 found.append(self.numbers["scratch", column])
             if all(len(numbers) == SEEDS for numbers in found):
                 self.numbers["none", column] = max(found, key=lambda row: mean(row.values()))
-
-    def results(self, column, *encoders):
-        """Return {seed: number} of each encoder: at the chosen end of the frozen features, if all
-        of them are measured there."""
-        chosen = [self.numbers[name, f"{column} {self.end}"] for name in encoders]
-        return chosen if all(chosen) else [self.numbers[name, column] for name in encoders]
 
     def row(self, encoder, columns):
         return [cell(self.numbers[encoder, column], precision(column)[0]) for column in columns]
@@ -124,10 +130,7 @@ class Setup:
         found = {}
         sides = [side.split(": ") for side in comparison.split(" > ")]
         for column in columns.split(", "):
-            if any(len(side) == 2 for side in sides):
-                a, b = (self.numbers[CODES[name], f"{column} {part}"] for name, part in sides)
-            else:
-                a, b = self.results(column, *(CODES[name] for name, in sides))
+            a, b = (self.numbers[CODES[name], " ".join([column, *part])] for name, *part in sides)
             differences = {seed: a[seed] - b[seed] for seed in a if seed in b}
             places, floor = precision(column)
             if differences:
@@ -368,12 +371,10 @@ def summary(setups):
     heads, rows = [""], [[label] for label, _ in SHOWN.values()]
     for setup in setups:
         heads += [f"{setup.model}: pixels, dB", "20-NN, %", "fine-tuned, %", "cost"]
-        readers = [MEANS.get(name, name) for name in SHOWN]
-        knn = setup.results("20-NN", *readers)
-        for row, name, reader, numbers in zip(rows, SHOWN, readers, knn):
+        for row, name in zip(rows, SHOWN):
             pixels, = setup.row(name, [PIXELS])
             cost = relative_cost(name, setup.size) if pixels else ""
-            row += [pixels, cell(numbers, 1), *setup.row(reader, ["100%"]), cost]
+            row += [pixels, *setup.row(MEANS.get(name, name), ["20-NN", "100%"]), cost]
     return markdown(heads, [row for row in rows if any(row[1:])])
 
 
@@ -424,12 +425,10 @@ def free_place(width, x, y, taken):
 
 def panel(setup, shift):
     """Return the SVG lines of a setup: a small dot a seed, a large one and a name for the mean."""
-    names = [name for name in SHOWN if name != "none"]
-    readers = setup.results("20-NN", *(MEANS.get(name, name) for name in names))
     points = {}
-    for name, knn in zip(names, readers):
-        psnr = setup.numbers[name, PIXELS]
-        if knn and psnr:
+    for name in SHOWN:
+        psnr, knn = setup.numbers[name, PIXELS], setup.numbers[MEANS.get(name, name), "20-NN"]
+        if name != "none" and psnr and knn:
             points[name] = {seed: (psnr[seed], knn[seed]) for seed in knn if seed in psnr}
     xs, ys = zip(*(point for seeds in points.values() for point in seeds.values()))
     (x0, x1), (y0, y1) = ((min(v) - .1 * (max(v) - min(v)), max(v) + .1 * (max(v) - min(v)))
