@@ -71,8 +71,8 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper: ViT-B/16 (Sec. 4.2, A.6) with normalised targets (only in
-    Figure 5's caption).
+    features. Defaults follow the paper: ViT-B/16 (Sec. 4.2, A.6) with normalised targets, which
+    only Figure 5's caption mentions.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -83,9 +83,9 @@ class CrossMAE(nn.Module):
         decoder_dim: width of the decoder (A.6: MAE's, 512; item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs are mixed for the decoder (Table 3d, item 8): all
-            or a list, counting from 0, that includes the last, e.g. 3,7,11. With last, the decoder
-            gets only the last output, unmixed
+        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list that
+            counts from 0 and includes the last block, e.g. 3,7,11. The word last gives the decoder
+            only the last block's output, unmixed (Table 3d, item 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
@@ -95,7 +95,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -136,7 +136,7 @@ class CrossMAE(nn.Module):
             require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
                     f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
                     f"{depth - 1} that includes the last")
-            # places in the list of ViT.layers, which starts with the input (Sec. 3.4, A.5)
+            # indices into the list from ViT.layers, which starts with the input (Sec. 3.4, A.5)
             self.map_ids = [0] * include_input + [block + 1 for block in sorted(blocks)]
             n = len(self.map_ids)
             self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
@@ -160,7 +160,7 @@ class CrossMAE(nn.Module):
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images. Returns a list of the tokens
         (B,1+K,D) that each decoder block attends to. With inter-block attention (Sec. 3.4, A.3),
-        these are its own mix of the feature maps map_ids, normalised by its norm in dec_norms.
+        each block gets its own mix of the feature maps map_ids, with its own norm (dec_norms).
         Without it, every block attends to the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
@@ -185,8 +185,8 @@ class CrossMAE(nn.Module):
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
         default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
-        metrics is {"loss": the detached loss}. The loss is an unbiased estimate of that over all
-        masked patches, if masks are random and self_attention is off (Sec. 3.3, 4.4)."""
+        metrics is {"loss": the detached loss}. If masks are random and self_attention is off, the
+        loss is an unbiased estimate of the one over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -214,8 +214,8 @@ class CrossMAE(nn.Module):
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
         """Split the predictions for all masked patches into contributions (1+decoder
-        depth,B,M,p*p*C) that sum to them (Appendix D, item 11). The first is that of mask token and
-        position, with the biases of norm and head. The others are those of the decoder blocks. Also
+        depth,B,M,p*p*C) that sum to them (Appendix D, item 11). The first comes from mask token and
+        position, with the biases of norm and head; the others come from the decoder blocks. Also
         returns ids_keep and ids_mask. Here f_i is the output of decoder block i, not a feature map.
         """
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
@@ -263,17 +263,17 @@ class CrossMAE(nn.Module):
 
 @torch.no_grad()
 def decoder_attention(mae, images):
-    """Measure the attention of mask tokens in an MAE's decoder (Table 6, the paper's starting
-    point), for normalised images (N,C,H,W). Returns {title: rows}, a row for each decoder block and
-    one for their sum. A row has the attention that a mask token pays to one visible token (or the
-    class token) and to one mask token. It is averaged over tokens on both sides and over images,
-    and summed over heads. A row also has the share that goes to all visible tokens together.
+    """Measure what mask tokens attend to in an MAE's decoder (Table 6, the paper's starting point).
+    Images (N,C,H,W) are normalised. Returns {title: rows}, a row for each decoder block and one for
+    their sum. A row has the attention that a mask token pays to one visible token (or the class
+    token) and to one mask token. It is averaged over tokens on both sides and over images, and
+    summed over heads. A row also has the share that goes to all visible tokens together.
 
     A.1 averages over heads, but Table 6 must be summed over the 16 heads: a block's total, 50 x
     0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # the mean over images, added up by parts
+    attended = 0                                           # mean over images, summed part by part
     for part, part_noise in zip(images.split(100), noise.split(100)):
         ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
         x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)    # (B, 1+L, E)
@@ -300,7 +300,7 @@ def decoder_attention(mae, images):
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous one has others.
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). We follow it; the release then overwrites
-#      them by Xavier's. n is the number of maps (A.3): for ViT-B 13, with the input. (Sec. 3.4
+#      them with Xavier's. n is the number of maps (A.3): for ViT-B 13, with the input. (Sec. 3.4
 #      calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others predicted: with L = 64 and
@@ -326,6 +326,6 @@ def decoder_attention(mae, images):
 #      masked patches together, so more queries attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is
 #      fixed: `contributions` uses that of the last block's output.
-#  12. Errata: Table 1 also has rows with 0.25, although A.6 gives 0.75 for it. The learning rate
-#      scaling is in Sec. 3.3 (A.6 says 3.4). The last two rows of Table 5 differ in inter-block
+#  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. The learning
+#      rate scaling is in Sec. 3.3 (A.6: 3.4). The last two rows of Table 5 differ in inter-block
 #      attention, but have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.

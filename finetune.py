@@ -29,7 +29,7 @@ def finetune(args):
     """Run --mode finetune, scratch, linear or knn, and return the last row of its log or, for knn,
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
-    if args.checkpoint is not None:                        # "" is an error
+    if args.checkpoint is not None:                        # an empty name is an error
         source = read(args.checkpoint, args.heads)
     args.data = data_of(source, args.checkpoint, args)
     if args.mode != "knn":
@@ -77,7 +77,7 @@ def finetune(args):
 
     def evaluate_model():
         if args.world > 1:
-            for buffer in model.buffers():                 # BatchNorm statistics of the first one
+            for buffer in model.buffers():                 # BatchNorm statistics: rank 0's
                 dist.broadcast(buffer, 0)
         return evaluate(model.classify, val, args, img_size)
 
@@ -89,7 +89,7 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint, mode, data (unless the checkpoint's) and labels (if few)."""
+    """Name a run after its checkpoint, mode, data if they are new, and --labels if below 1."""
     words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if not args.checkpoint or args.data != source_data:
         words.append(Path(args.data).resolve().name)
@@ -166,8 +166,8 @@ class Classifier(nn.Module):
             mean of the extra tokens. "joined": all extra tokens as one vector, or all patch tokens
             if there are none
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
-        norm: whether the encoder of a probe has a final norm (--norm); in fine-tuning on pooled
-            tokens, fc_norm takes its place (CrossMAE A.6)
+        norm: whether the encoder of a probe has a final norm (--norm); fine-tuning on pooled tokens
+            uses fc_norm instead (CrossMAE A.6)
         drop_path, smoothing: stochastic depth of the last block, label smoothing
         mean, std: how its input is normalised
     """
@@ -256,8 +256,8 @@ RECIPES = {  # mode: recipe and small
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """Return the top-1 and top-5 accuracy on val in %, {"top1", "top5"}, given score(images) ->
-    (b,classes); and None, for train.fit: there is no picture."""
+    """Return {"top1", "top5"}, the accuracies on val in %, given score(images) -> (b,classes). The
+    None returned with it tells train.fit that there is no picture."""
     sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
@@ -324,15 +324,15 @@ def evaluate_checkpoint(args):
 
 # ------------------------------------------------------------------------------- the command line
 def main(argv=None):
-    """Run `python finetune.py` with the words `argv`; returns the last row of log.jsonl, a dict or,
-    in the modes knn and eval, which write nothing, {"top1", "top5"}."""
+    """Run `python finetune.py` with the words `argv`. Returns the last row of log.jsonl, a dict.
+    The modes knn and eval write nothing, and return {"top1", "top5"}."""
     parser = Parser("finetune.py", **LAYOUT)
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
-           help="finetune, linear (probe), knn (nearest neighbours), scratch (random weights; only "
-                "the sizes of a --checkpoint are used) or eval (evaluate a fine-tuned checkpoint) "
-                "(finetune)")
-    mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags there are
+           help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
+                "random weights, with only the sizes of --checkpoint; eval: evaluate a fine-tuned "
+                "checkpoint (finetune)")
+    mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
     training = mode not in ("knn", "eval")
     option("--checkpoint", metavar="FILE", required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
@@ -344,13 +344,13 @@ def main(argv=None):
                help="fraction of each class's labels to use, at least one label (1)")
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
                "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all "
-               "extra tokens, or else patch tokens, joined. Default for MINR: joined or, if that "
-               f"makes more than {MOST_FEATURES} numbers, extra; for other methods (mean)")
+               "extra tokens, or else patch tokens, joined (mean; for MINR joined, or extra if "
+               f"joined makes more than {MOST_FEATURES} numbers)")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
         option("--norm", action=argparse.BooleanOptionalAction,
-               help="end the frozen encoder with a LayerNorm, or without (as in the checkpoint)")
+               help="whether the frozen encoder ends with a LayerNorm (as in the checkpoint)")
     add_options(parser, mode != "eval", training)
     if training:
         recipe, small = RECIPES[mode]
@@ -378,8 +378,8 @@ def main(argv=None):
 # Paper and release: where they differ, or torchvision differs from both, and what we do
 #   1. The papers' RandAugment (9, 0.5) draws magnitudes around 9 on a scale of 10; torchvision's is
 #      fixed, on a scale of 30, where 27 is equivalent.
-#   2. Random erasing (released code only) fills rectangles with the mean colour here, with noise
-#      there.
+#   2. Random erasing (released code only) fills rectangles with the mean colour here, and with
+#      noise there.
 #   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
 #   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
 #   5. Probe and nearest neighbours use mean pooling too, so that all methods are comparable; the

@@ -53,7 +53,7 @@ class HyperMAE(nn.Module):
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of last encoder blocks that are also the first Feat2W blocks (Table 6)
+        shared_blocks: number of blocks that are the encoder's last and Feat2W's first (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
@@ -67,7 +67,7 @@ class HyperMAE(nn.Module):
     recipe = dict(  # Table 12, with the release's crop and flip; ImageNet-100: batch_size 512
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
@@ -83,7 +83,7 @@ class HyperMAE(nn.Module):
                 f"modulated_layer {modulated_layer} must be between 0 and mlp_depth - 2 = "
                 f"{mlp_depth - 2}: the last layer outputs pixels")
         require(0 <= shared_blocks <= min(feat2w_depth, depth) and feat2w_depth >= 1,
-                f"shared_blocks {shared_blocks} must be between 0 and both feat2w_depth "
+                f"shared_blocks {shared_blocks} must be at least 0, and at most feat2w_depth "
                 f"{feat2w_depth} (at least 1) and the encoder's depth {depth}")
         require(pe_dim >= 2 and pe_dim % 2 == 0, f"pe_dim {pe_dim} must be even and at least 2")
         require(n_weight_tokens >= 1, f"n_weight_tokens {n_weight_tokens} must be at least 1")
@@ -162,7 +162,7 @@ class HyperMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted. Only loss_on "all" also trains the visible ones.
+        = masked. All patches are predicted; visible ones are only trained with loss_on "all".
         mask_ratio defaults to the model's; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)

@@ -4,7 +4,7 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
-F_2, turn its output into a latent for each image. From this a shared MAE decoder predicts the
+F_2, turn its output into a latent for each image. From each, a shared MAE decoder predicts the
 image. A frozen MAE, the teacher, sees the unmixed image and gives the latent a target.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
@@ -37,7 +37,7 @@ class IMAE(nn.Module):
         decoder_dim: width of the decoder (MAE's)
         decoder_depth: number of decoder blocks (MAE's)
         decoder_heads: attention heads of the decoder (MAE's)
-        branches: 2, or 1 for the subordinate image alone (Sections 2 and 3)
+        branches: 2, or 1 for only the subordinate image (Sections 2 and 3)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         alpha: fixed weight of the first image (default: drawn from Beta(beta, beta))
         distill_weight: weight of the distillation loss, Algorithm 1's c (default: 1 with a teacher,
@@ -109,7 +109,7 @@ class IMAE(nn.Module):
 
     def decode(self, z, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from a latent z (B,1+K,E): (B,P,p*p*C). P = M
-        gives the masked patches, P = L all patches. (As in mae.py, but after the embedding.)"""
+        gives the masked patches, P = L all patches. (As in mae.py, but z is already embedded.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
                             z[:, 1:] + pos[ids_keep],                  # (B, K, E) visible patches
@@ -129,12 +129,12 @@ class IMAE(nn.Module):
     def forward(self, images, noise=None, partners=None, alpha=None):
         """Return loss and metrics for normalised images and partners (B,C,H,W). noise (B,L) is
         random by default. Partners are Algorithm 1's perm(img), by default each image's predecessor
-        in the batch (item 7). The weight of images is alpha, a number or (B,), or draw_alpha's.
+        in the batch (item 7). alpha, a number or (B,), weighs images; by default draw_alpha's.
 
-        Each branch adds two mean squared errors to the loss, a float32 scalar: that of its image's
-        masked patches and, times distill_weight, that between its latent and the teacher's (items
-        1, 2, 4). metrics has "loss" and its parts, detached: "subordinate", "dominant" (with two
-        branches) and "distill" (not yet times distill_weight)."""
+        Each branch adds two mean squared errors to the loss, a float32 scalar. The first is over
+        its image's masked patches; the second, times distill_weight, between its latent and the
+        teacher's (items 1, 2, 4). metrics has "loss" and its parts, detached: "subordinate",
+        "dominant" (with two branches) and "distill", before distill_weight."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -158,7 +158,7 @@ class IMAE(nn.Module):
         if there are two. Returns the images (B,C,H,W) and the mask (B,L), 1 = masked. All patches
         are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
         model's; for leak_free see ViT.paste_patches."""
-        # alpha 1: the mixture is the image itself, and that is dominant
+        # alpha 1: the mixture is the image itself, which is also the dominant one
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
@@ -221,8 +221,8 @@ class IMAE(nn.Module):
             "subordinate image, dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Mix each of images (N,C,H,W), as the subordinate one (alpha up to 0.5), with its
-        predecessor. Returns a dict of latents, where NAME is each of `names`, one per branch:
+        """Mix each of the images (N,C,H,W) with its predecessor. With alpha up to 0.5 it is the
+        subordinate one. Returns a dict of latents, where NAME is each of `names`, one per branch:
 
             mixed          (N,1+K,D)   the encoder's output for the mixture
             branch NAME    (N,1+K,E)   z_i, the branch's latent
@@ -275,7 +275,7 @@ class IMAE(nn.Module):
                                                            score[target])
             rows.append(row)
         title = (f"{len(val)} mixtures of two images for each weight alpha of the subordinate one; "
-                 f"psnr: of its masked pixels as predicted, in dB")
+                 f"psnr: PSNR in dB of its masked pixels")
         if self.norm_pix_loss:
             title += ", with their patches' true mean and variance"
         if self.teacher:
@@ -288,8 +288,8 @@ class IMAE(nn.Module):
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """Fit a linear map from x (N,T,a) to y (N,T,b), T tokens, by ridge regression, (X^T X + lambda
-    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction it explains of y_val's variance
-    around y's mean per token."""
+    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction that it explains of the variance
+    of y_val, around y's mean for each token."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
@@ -365,7 +365,7 @@ def teacher_of(checkpoint, config):
 #      student's visible patches of the unmixed images.
 #   2. Algorithm 1's l2_loss(z1, x1) must mean w1. As in the release, w_i follows the teacher's
 #      decoder embedding and z_i follows F_i. The mean squared error includes the class token.
-#   3. In Algorithm 1, x1 and x2 are first images and partners, and then our x_1 and x_2. At exactly
+#   3. In Algorithm 1, x1 and x2 are first the images and partners, then our x_1 and x_2. At exactly
 #      alpha = 0.5, images are subordinate, as in the release; in Algorithm 1 partners are.
 #   4. The branches' losses are added, not averaged (the paper and the release).
 #   5. Algorithm 1 always normalises targets; Section 1 has plain pixels on CIFAR and Tiny-ImageNet.
@@ -377,5 +377,5 @@ def teacher_of(checkpoint, config):
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 uses MAE's blr, 1.5e-4, but Table 1 says 1e-3, which we follow. To
 #      classify, Section 1 uses mask ratio 0.75 (our default) and `--norm_pix_loss`; for figures,
-#      0.5 and plain targets. Settings in neither are MAE's, e.g. 800 epochs (release: 400).
+#      0.5 and plain targets. Settings that neither has are MAE's, e.g. 800 epochs (release: 400).
 #   9. The release's figures paste in x_1's visible patches; ours paste in the mixture's.

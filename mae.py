@@ -21,7 +21,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults are the paper's, but ViT-B (not L) and normalised (not plain) targets.
+    features. Defaults are the paper's, except for ViT-B instead of ViT-L, and normalised targets.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
@@ -35,7 +35,7 @@ class MAE(nn.Module):
     recipe = dict(  # Table 8; epochs from Table 1, flip from Sec. 4.1, crop from the release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
@@ -77,7 +77,7 @@ class MAE(nn.Module):
 
     def decode(self, latent, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). The
-        masked patches come last, so P = M gives these. P = L gives all patches."""
+        masked patches come last: P = M predicts only them, P = L predicts all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
@@ -111,7 +111,7 @@ class MAE(nn.Module):
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
-        # every patch is replaced: images give at most the mean and variance of normalised targets
+        # every patch is replaced; images supply only the mean and variance of normalised targets
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask

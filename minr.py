@@ -54,8 +54,8 @@ class MINR(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
         hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: as the matrix
-            product of predicted and shared weights, of rank at most `groups`. transinr: as the
-            elementwise product of shared weights with `groups` predicted columns, repeated
+            product of predicted and shared weights, with rank at most `groups`. transinr: as the
+            elementwise product of shared weights and `groups` predicted columns, repeated to fit
         modulated_layers: image-specific layers of the MLP, counting from 0, e.g. 0,1 (default: the
             second for ginr, all for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
@@ -68,17 +68,17 @@ class MINR(nn.Module):
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
         coord_jitter: in training, move each coordinate within its pixel, so that larger renderings
-            show no grid (release: not on CelebA)
+            show no grid (the release does so except on CelebA)
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as the paper gives none. crop replaces its
-        # resize and random crop. tests/FLAGS.md has its other flags, and those for CelebA. Its drop
-        # of TransINR's learning rate, to a tenth after 80% of the epochs, is not implemented
+    recipe = dict(  # the release's for Imagenette, as the paper gives none. `crop` replaces its
+        # resize and random crop. tests/FLAGS.md has more flags, also for CelebA. The release cuts
+        # TransINR's learning rate to a tenth after 80% of the epochs; this is not implemented
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # for images up to 64 pixels or the micro encoder, our values: for training, then for the model
+    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
     small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     small_model = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
@@ -153,7 +153,7 @@ class MINR(nn.Module):
             TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
             other layers   W = V                 (a,b)
 
-        Column k of U is to_weights of the layer's k-th weight token. Every column of W is then
+        to_weights turns the layer's k-th weight token into column k of U. Every column of W is then
         scaled to length 1 (item 5). Biases (b,) are shared."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
@@ -172,7 +172,7 @@ class MINR(nn.Module):
     def decode(self, coords, layers):
         """Evaluate the MLP with the layers from modulate: return the colours (B,N,C) at coordinates
         (N,2), the same for all images, or (B,N,2). With (N,2), layers before the first
-        image-specific one run once for all images. Under autocast colours are still float32."""
+        image-specific one run once for all images. Colours are float32, even under autocast."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -201,9 +201,9 @@ class MINR(nn.Module):
 
     def sample_pixels(self, images, mask):
         """Choose the pixels of images (B,C,H,W) for the loss: all or, in training, a random
-        pixel_fraction. Returns their coordinates (N,2), which coord_jitter moves in training, their
-        colours (B,N,C), and which are masked (B,N). Torch's generator draws random numbers, the
-        same for all images."""
+        pixel_fraction. Returns their coordinates (N,2), their colours (B,N,C), and which of them
+        are masked (B,N). In training, coord_jitter moves the coordinates. Torch's generator draws
+        the random numbers, which are the same for all images."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
         colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
@@ -260,7 +260,7 @@ class MINR(nn.Module):
 #      These are also our tokens; the release's are patches of 9 pixels.
 #   2. The release masks each patch with probability 0.75; we mask the same number in every image.
 #   3. In the paper TransINR predicts all weights; GINR has no formula there. In the release both
-#      predict only a factor U of the weights (see modulate), and biases are shared. We follow it.
+#      predict only a factor U of the weights (see modulate), and biases are shared. So do we.
 #   4. Modulated GINR layers of the release also have unused shared weights. Ours have none.
 #   5. As in the release, every column of weights is scaled to length 1, in shared layers too, and
 #      `out_bias` is added to the colours.

@@ -61,7 +61,7 @@ def pretrain(args):
     model, config = build_model(args, train, img_size, init)
     del init                                               # its weights are in the model now
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
-    args.same_draws = True                                 # of MINR's pixels, see train_step
+    args.same_draws = True                                 # for MINR's pixels: see train_step
     if train.transform:                                    # files: crop at random, not the centre
         train.transform = crop_transform(img_size, args)
 
@@ -87,7 +87,7 @@ def pretrain(args):
 
 def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     """Train for --epochs and return the last row of log.jsonl. make_inputs(images, labels) returns
-    the model's arguments; evaluate() returns {name: value} and the columns of recon.png, or None;
+    the model's arguments; evaluate() returns {name: value} and the columns of recon.png, if any;
     `content` is saved in last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n, f"--batch_size {args.batch_size} exceeds the {n} training images")
@@ -138,23 +138,23 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
 
 
 def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
-    """Train for an epoch and return its row of the log."""
+    """Train for an epoch and return its row for the log."""
     totals, steps = {}, len(train.labels) // args.batch_size
-    epoch_seed = hash((args.seed, epoch))                  # of integers: the same everywhere
+    epoch_seed = hash((args.seed, epoch))                  # integers hash alike everywhere
     batches = draw_batches(train, steps, epoch_seed, args)
     pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
                steps, unit="img", unit_scale=args.batch_size, leave=False, mininterval=pause,
                delay=pause, disable=args.rank > 0)
-    began = asked = perf_counter()                         # asked: for a batch
+    began = asked = perf_counter()                         # asked: when a batch was last asked for
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
         lr = learning_rate(epoch + (step - 1) / steps, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)             # of finetune.py's layers
+            group["lr"] = lr * group.get("lr_factor", 1.0)             # finetune.py: by layer
         step_seed = hash((args.seed, epoch, step))
-        torch.manual_seed(step_seed)                       # of crops, masks and mixing
+        torch.manual_seed(step_seed)                       # seeds crops, masks and mixing
         inputs = make_inputs(images, labels)
         metrics = train_step(net, optimizer, scaler, inputs, step_seed + 1, args)
         for name, value in metrics.items():
@@ -180,7 +180,7 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
         # in pretraining all pieces and processes draw the same numbers inside the model (MINR's
         # pixels); in fine-tuning each draws its own (drop path)
         torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
-        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: with the last piece
+        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: in the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 loss, values = net(*piece)
@@ -199,7 +199,7 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 def check_finite(loss, weights, scaler, place):
     """Exit if the loss or a weight is not finite. In fp16 the scaler skips steps that overflow, and
     lowers its scale each time: the loss only counts when that does not help."""
-    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # without fp16 it is 1
+    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # 1 without fp16
     if not all(x.isfinite().all() for x in values):
         raise SystemExit(f"loss or weights are not finite at {place}: --resume with --clip_grad or "
                          f"a lower --lr")
@@ -291,7 +291,7 @@ def build_model(args, train, img_size, init):
             config["teacher"], teacher_state = teacher_of(read(args.teacher, args.heads), config)
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
-    visible_count(model.encoder.num_patches, model.mask_ratio)         # InputError unless it fits
+    visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
     if config.get("teacher"):
         model.teacher.load_state_dict(teacher_state)
     if args.init:
@@ -302,8 +302,8 @@ def build_model(args, train, img_size, init):
 
 
 def vit_config(args, img_size, source):
-    """Return the encoder's constructor arguments: each from its own flag, else from --size, else
-    from `source`, the config of a checkpoint or {}, else the default."""
+    """Return the encoder's constructor arguments: each from its own flag, then --size,
+    then `source`, which is a checkpoint's config or {}, then the default."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
     config = dict(img_size=img_size, patch_size=patch_size, in_chans=3,
                   **SIZES[args.size or "micro"])
@@ -453,7 +453,7 @@ class ImageDataset(Dataset):
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
         self.classes, self.transform = classes, transform
-        self.seed = 0                                      # of the transform; another each epoch
+        self.seed = 0                                      # seeds the transform; set each epoch
         self.broken = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, i):
@@ -496,7 +496,7 @@ def open_data(name, img_size, args):
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # the first process downloads, then that of each machine, which may have its own disk
+        # rank 0 downloads, then one process of each machine, which may have its own disk
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
@@ -520,9 +520,9 @@ def open_data(name, img_size, args):
 def open_folder(root, img_size, args):
     """Return the train and val ImageDataset of a folder, and their (H, W).
 
-    Images are kept in memory if train and val, once for each process of this machine, take at most
-    MEMORY bytes, and none of 50 samples is larger than img_size (without img_size: all are smaller
-    than 224 pixels). Otherwise files are read every epoch."""
+    Images are kept in memory if they are small and few. Small: none of 50 samples is larger than
+    img_size or, without it, than 223 pixels. Few: all images, counted once for each process of
+    this machine, take at most MEMORY bytes. Otherwise files are read every epoch."""
     train, val = [ImageDataset(*part) for part in list_folder(root)]
     n = len(train.labels)
     shapes = [train[i][0].shape for i in range(0, n, math.ceil(n / 50))]
@@ -534,10 +534,10 @@ def open_folder(root, img_size, args):
     else:                                                  # the images' own size, or 224 x 224
         fits = max(high, wide) < 224
         sides = (high, wide) if fits else (224, 224)
-        # rounded down to a multiple of the patch or, if that is not given, of 16; of 8 below 128
+        # rounded down to a multiple of --patch_size, by default of 16, or of 8 below 128 pixels
         units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # on a GPU they are in its memory
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # one per process; on a GPU in its memory
     in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
     for dataset in (train, val):         # for files the central 7/8, as in MAE: 224 of 256 pixels
         dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
@@ -570,7 +570,7 @@ def list_folder(root):
                             f"at least two are needed")
     names = [Path(file).relative_to(root).as_posix() for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
-    # a fixed threshold, so that adding files does not move these; at least one on each side
+    # a fixed threshold: new files do not move old ones; at least one in train and in val
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
     train = [file for file, code in zip(files, codes) if code > limit]
     val = [file for file, code in zip(files, codes) if code <= limit]
@@ -622,12 +622,12 @@ def val_batches(dataset, args, img_size, most=None):
 def crop_batch(images, img_size, args):
     """Crop, resize and flip this process's in-memory images (b,C,H,W) like crop_transform, but
     with bilinear interpolation and one crop for each image (torchvision: one for the batch).
-    Returns floats. Crops taller or wider than the image are clipped to it. Images of another aspect
-    ratio than img_size are stretched, as in validation."""
+    Returns floats. Crops taller or wider than the image are clipped to it. Images whose aspect
+    ratio differs from img_size's are stretched, as in validation."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, root, y, x, coin = draws.unbind(1)                           # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image's
-    # root of the aspect ratio w / h, from 3/4 to 4/3; 1 without a crop
+    # square root of the aspect ratio w / h, which is from 3/4 to 4/3; 1 without a crop
     root = ((2 * root - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
     h, w = (area.sqrt() / root).clamp(max=1), (area.sqrt() * root).clamp(max=1)
     y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
@@ -641,8 +641,8 @@ def crop_batch(images, img_size, args):
 
 
 def crop_transform(img_size, args, *more):
-    """Return torchvision's random resized crop and flip of an image (C,h,w), and then `more`. For
-    images in memory, crop_batch replaces it, unless there is more."""
+    """Return torchvision's random resized crop and flip of an image (C,h,w), followed by `more`.
+    Without `more`, images in memory are cropped by crop_batch instead."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -650,8 +650,8 @@ def crop_transform(img_size, args, *more):
 
 
 def center_crop(image, img_size, share):
-    """Crop the centre of an image (C,h,w), with img_size's aspect ratio and `share` of the largest
-    such crop's side, and resize it to img_size."""
+    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has img_size's aspect
+    ratio, and its sides are `share` of the largest possible ones."""
     (h, w), (H, W) = image.shape[1:], img_size
     scale = share * min(h / H, w / W)
     crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
@@ -662,7 +662,7 @@ def read_image(file):
     """Read an image as RGB (3,H,W), uint8, upright, with transparency shown as white; JPEGs take a
     fast path."""
     data = torchvision.io.read_file(file)
-    if data[:2].tolist() == [0xFF, 0xD8]:                  # as every JPEG starts
+    if data[:2].tolist() == [0xFF, 0xD8]:                  # every JPEG starts like this
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     image = ImageOps.exif_transpose(Image.open(file))
     require(image.mode != "F", "floating-point images are not supported")
@@ -681,8 +681,8 @@ SHAPES = {  # (Gielis; the factor makes the largest radius 1)
 
 
 def draw_shapes(n, img_size, seed):
-    """Draw n images (n,3,H,W), uint8, each of a shape on a background of another colour, and return
-    them with their labels (n,)."""
+    """Draw n images (n,3,H,W), uint8, each with a shape on a background of another colour, and
+    return them with their labels (n,)."""
     g, (H, W), images = torch.Generator().manual_seed(seed), img_size, []
     rows, columns = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W),
                                    indexing="ij")                      # (H, W) each
@@ -698,7 +698,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far in every channel
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far off in every channel
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
@@ -742,10 +742,10 @@ def read(path, heads=None):
         with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
             content = torch.load(path, map_location="cpu", weights_only=True)
         state = content.get("model", content)
-    except OSError:                                        # there is no such file, for example
+    except OSError:                                        # for example a missing file
         raise
     except Exception as error:                             # a broken file can raise anything
-        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's are long
+        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's reasons are long
         raise InputError(f"{path} is not a weights-only checkpoint, or damaged: {why}") from None
     if "method" not in content:
         state = from_released(state)
@@ -755,7 +755,7 @@ def read(path, heads=None):
     cls = METHODS.get(content["method"], MAE)
     config = dict(content["config"])
     for name, parameter in inspect.signature(cls).parameters.items():
-        # a file from a loop of one's own may leave these out
+        # a file from your own training loop may leave these out
         if name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads"):
             config.setdefault(name, parameter.default)
         if name in ("img_size", "patch_size"):
@@ -784,8 +784,8 @@ def load(path, methods=METHODS):
 
 
 def initialize(model, content, path):
-    """Initialise `model` from the encoder in a checkpoint's content, as read from `path`, and from
-    its decoder or head if that matches. Prints what is not initialised or not loaded."""
+    """Initialise `model` from `content`, a checkpoint read from `path`: the encoder, and the
+    decoder or head if it matches. Prints what is newly initialised and what is not loaded."""
     state = content["model"]
     if hasattr(model, "from_mae"):
         state = model.from_mae(state)
@@ -801,8 +801,8 @@ def initialize(model, content, path):
 
 def resume(last, model, optimizer, scaler, content, args):
     """Load last.pt, the checkpoint of this run, and return the rows of its log. Prints which flags
-    differ. Raises InputError if it is of another model or optimizer. Without --resume or last.pt,
-    removes the old one and returns []."""
+    differ. Raises InputError if its model or optimizer is another. Without --resume or last.pt,
+    removes any old last.pt and returns []."""
     saved = read(last) if args.resume and last.exists() else None
     epoch = saved["epoch"] if saved else -1
     require(mean_over_processes({"epoch": epoch}, args.world, args)["epoch"] == epoch,
@@ -819,9 +819,9 @@ def resume(last, model, optimizer, scaler, content, args):
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
                         f"{flags.get('command')}")
     model.load_state_dict(saved["model"])
-    settings = optimizer.state_dict()["param_groups"]      # decay and betas of this command
+    settings = optimizer.state_dict()["param_groups"]      # this command's decay and betas
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
-    if saved["scaler"]:                                    # {}: it was not fp16
+    if saved["scaler"]:                                    # empty unless it was fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in vars(args).items():
         if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
@@ -837,7 +837,7 @@ def resume(last, model, optimizer, scaler, content, args):
 
 # -------------------------------------------------------------------------------------- processes
 def start_processes(args):
-    """Set args.rank, world, local_rank, device and dtype; under torchrun, join the others."""
+    """Set args.rank, world, local_rank, device and dtype; under torchrun, join all processes."""
     args.rank = int(os.environ.get("RANK", 0))
     args.world = int(os.environ.get("WORLD_SIZE", 1))
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -854,7 +854,7 @@ def start_processes(args):
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
         # `torchrun --max_restarts 1` hangs on keys left by the killed processes, unless each
-        # attempt has its own. On one machine only: each machine counts its own restarts.
+        # attempt has its own. Only for one machine: each machine counts its own restarts.
         if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
@@ -937,10 +937,10 @@ def side_or_pair(text):
 
 
 def add_options(parser, encoder=True, training=True):
-    """Add the flags of both scripts, except those of the recipes. Evaluation needs neither those of
-    `training`, nor those of the `encoder` and its training images."""
+    """Add the flags of both scripts, except those of the recipes. Without `encoder`, leaves out
+    those of training images and encoder; without `training`, those of a training run."""
     count = number(int, 1)
-    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # not added
+    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if left out
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
     option = parser.add_argument_group("data and device").add_argument
     option("--data", help="shapes, cifar10, cifar100, or a folder (the checkpoint's, else shapes)")
@@ -971,7 +971,7 @@ def add_options(parser, encoder=True, training=True):
     option = parser.add_argument_group("run").add_argument
     option("--runs", default="runs", metavar="FOLDER", help="the folder of all runs (runs)")
     option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
-                          "checkpoint_mode and --labels or --data, where given)")
+                          "checkpoint_mode, then --data or --labels where given)")
     option("--eval_every", type=count, metavar="N", help="validate and write last.pt every N "
            "epochs (train.py: 1; finetune.py: more with few labels)")
     option("--accum", type=count, default=1, metavar="N", help="compute a batch in N pieces (1)")
@@ -986,8 +986,8 @@ def add_options(parser, encoder=True, training=True):
 
 
 def flag_adder(parser, title, defaults, small):
-    """Return a function that adds a flag whose value is in `defaults` and `small`. A flag that is
-    not given is None until apply_recipe sets it; its help shows the value used instead."""
+    """Return a function that adds a flag with its defaults from `defaults` and `small`, which its
+    help shows. A flag that is not given stays None until apply_recipe sets it."""
     option = parser.add_argument_group(title).add_argument
 
     def add(name, text, **kwargs):
@@ -1002,7 +1002,7 @@ def flag_adder(parser, title, defaults, small):
 
 
 def add_recipe(parser, title, recipe, small):
-    """Add the flags of a recipe of either script. Returns a function that adds more."""
+    """Add the flags of either script's recipe. Returns a function that adds more."""
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
@@ -1035,7 +1035,7 @@ def add_method_arguments(parser, cls):
         if kind is bool:
             kwargs = dict(action=argparse.BooleanOptionalAction)
         else:
-            size = default and name.endswith(("dim", "depth", "heads"))        # 0 would make none
+            size = default and name.endswith(("dim", "depth", "heads"))        # at least 1
             types = {int: number(int, 1 if size else 0), float: number(float), tuple: numbers(int)}
             kwargs = dict(type=types.get(kind, word_or_list), metavar="X")
         add(name, texts.get(name, ""), **kwargs)
@@ -1051,7 +1051,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_cli(parser, work, argv):
-    """Parse `argv` (None: the command line) and return work(args). Invalid input ends with a
+    """Parse `argv`, by default the command line, and return work(args). Invalid input ends with a
     one-line message, a bug with its traceback."""
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
@@ -1059,10 +1059,10 @@ def run_cli(parser, work, argv):
         start_processes(args)
         row = work(args)
     except (InputError, OSError) as error:                 # OSError: a missing file, for example
-        # of a worker's error the last line, without its traceback
+        # only the last line: a worker's error starts with a traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
-    if dist.is_initialized() and args.device.type == "cuda":           # with torch 2.6 the CPU's
-        dist.destroy_process_group()                       # gloo can hang here; it ends by itself
+    if dist.is_initialized() and args.device.type == "cuda":           # on CPUs, torch 2.6 can
+        dist.destroy_process_group()                       # hang here; gloo ends by itself
     return row
 
 
@@ -1071,9 +1071,9 @@ def main(argv=None):
     parser = Parser("train.py", **LAYOUT)
     option = parser.add_mutually_exclusive_group().add_argument
     option("--method", choices=METHODS, default="mae", metavar="NAME", help="to pretrain (mae)")
-    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints of one image and "
-           "patch size instead of training; --eval FILE --help lists its flags")
-    known = parser.parse_known_args(argv)[0]               # which decide what other flags there are
+    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints with the same "
+           "image and patch size instead of training; --eval FILE --help lists its flags")
+    known = parser.parse_known_args(argv)[0]               # these decide which other flags exist
     cls, training = METHODS[known.method], not known.eval
     parser.description = (
         f"usage: python train.py --method {known.method} [--flag value ...]\n"

@@ -261,7 +261,7 @@ class ViT(nn.Module):
             own norm or have none
         drop_path: probability of skipping parts of the last block (stochastic depth), growing
             linearly from 0 at the first
-        extra_tokens: number G of learned tokens after the patches (elsewhere: register tokens)
+        extra_tokens: number G of learned tokens after the patches (also called register tokens)
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
@@ -283,15 +283,15 @@ class ViT(nn.Module):
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
         init_weights(self)
-        # drawn in a convolution's layout: a seed then gives the release's weights
+        # drawn in a convolution's layout, so that a seed gives the release's weights
         weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
     def mask(self, images, noise, mask_ratio):
         """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
-        Without `noise` (B,L) it is random. If it is a bool tensor, it is the mask itself, True =
-        masked. Raises ValueError if the shape of `noise` does not fit the images, or if such a mask
-        has another number of visible patches than mask_ratio gives."""
+        `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
+        Raises ValueError if the shape of `noise` does not fit the images, or if a bool mask leaves
+        another number of patches visible than mask_ratio requires."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -306,7 +306,7 @@ class ViT(nn.Module):
 
     def embed(self, images, ids_keep=None):
         """Embed the patches of images (B,C,H,W) and add their positions: all patches (B,L,D), or
-        only ids_keep (B,K): (B,K,D). Raises ValueError if the images have another shape."""
+        only ids_keep (B,K): (B,K,D). Raises ValueError if the images do not fit the model."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
             raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
                              f"{(self.in_chans, *self.img_size)}")
@@ -355,9 +355,9 @@ class ViT(nn.Module):
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C).
-        Predictions of `normalized` patches are un-normalised first: with the true patch's mean and
-        variance, which flatters the image and its PSNR, or, if `leak_free`, with those of all
-        visible pixels (patches ids_keep (B,K))."""
+        Predictions of `normalized` patches are un-normalised first. By default this takes mean and
+        variance from the true patch, which flatters the image and its PSNR; with `leak_free`, from
+        all visible pixels, those of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
@@ -392,7 +392,7 @@ ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "
 
 
 def linear_weight(weight):
-    """Turn a convolution's weight (D,C,p,q) into that of the linear layer on patches (D,p*q*C)."""
+    """Turn a convolution's weight (D,C,p,q) into that of a linear layer on patches, (D,p*q*C)."""
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
@@ -424,9 +424,9 @@ def to_released(model):
 
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
-    names. Assumes RGB images, and square patches in a square grid. Shapes do not tell the number of
-    heads: it is `heads` or else that of the entry of SIZES with the same width and depth.
-    Raises InputError if this is not a ViT."""
+    names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
+    heads: it is `heads` or, by default, that of the entry of SIZES with this width and depth.
+    Raises InputError if the state dict is not a ViT's."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
@@ -449,8 +449,8 @@ def count_extra_tokens(state):
 
 def transfer(model, state, grid=None):
     """Initialise `model` from a state dict that uses this repository's parameter names. The encoder
-    is always loaded; the decoder or head only if all of its names and shapes match. Positions from
-    another `grid` (h, w), by default square, are interpolated. A frozen teacher is ignored.
+    is always loaded; the decoder or head only if all of its names and shapes match. Positions are
+    interpolated from their `grid` (h, w), by default square. A frozen teacher is ignored.
 
     Returns the names in the model that were not set, and those in `state` that were not used.
     Raises InputError if these include encoder parameters other than norm and extra tokens."""
@@ -473,7 +473,7 @@ def transfer(model, state, grid=None):
         raise InputError("; ".join(f"{k}: the file has {a}, the model {b}"
                                    for k, (a, b) in [*zip(wrong, shapes)][:3]))
     rest = {k for k in own.keys() | state.keys() if not k.startswith("encoder.")}
-    if not rest <= fits:                                   # another decoder or head
+    if not rest <= fits:                                   # a different decoder or head
         fits -= rest
     model.load_state_dict({k: state[k] for k in fits}, strict=False)
     for name in fits.intersection(resized):
