@@ -300,8 +300,8 @@ def decoder_attention(mae, images):
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous one has others.
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). We follow it; the release then overwrites
-#      them with Xavier's. n is the number of maps (A.3): for ViT-B 13, with the input. (Sec. 3.4
-#      calls n the encoder's depth, 12, and then adds the input.)
+#      them by Xavier initialisation. n is the number of maps (A.3): for ViT-B 13, with the input.
+#      (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others predicted: with L = 64 and
 #      ratios 0.75 and 0.15 that makes 10 patches, not int(9.6) = 9.

@@ -89,7 +89,7 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint, mode, data if they are new, and --labels if below 1."""
+    """Name a run after its checkpoint and mode, data if they are new, and --labels if below 1."""
     words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if not args.checkpoint or args.data != source_data:
         words.append(Path(args.data).resolve().name)
@@ -330,8 +330,8 @@ def main(argv=None):
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
            help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
-                "random weights, with only the sizes of --checkpoint; eval: evaluate a fine-tuned "
-                "checkpoint (finetune)")
+                "from random weights, with only the sizes of --checkpoint; eval: evaluate a "
+                "fine-tuned checkpoint (finetune)")
     mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
     training = mode not in ("knn", "eval")
     option("--checkpoint", metavar="FILE", required=mode != "scratch",
@@ -344,8 +344,8 @@ def main(argv=None):
                help="fraction of each class's labels to use, at least one label (1)")
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
                "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all "
-               "extra tokens, or else patch tokens, joined (mean; for MINR joined, or extra if "
-               f"joined makes more than {MOST_FEATURES} numbers)")
+               "extra tokens, or else patch tokens, joined. MINR's default is joined or, if that "
+               f"makes more than {MOST_FEATURES} numbers, extra; that of other methods is (mean)")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):

@@ -47,8 +47,8 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, called "paper" below. Defaults follow it, such as 182 x 182 pixels in a 14 x 14 grid
-    of patches (item 1). Where it gives no value, they follow the release.
+    the paper, called "paper" below. Defaults, such as 182 x 182 pixels in a 14 x 14 grid of patches
+    (item 1), follow it. Where it gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT

@@ -546,7 +546,7 @@ def open_folder(root, img_size, args):
             loader = tqdm(file_loader(dataset, pieces, args), "reading", leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
             for ids, (part, labels) in zip(pieces, loader):
-                images[ids], dataset.labels[ids] = part, labels        # labels of what was read
+                images[ids], dataset.labels[ids] = part, labels  # labels, as files may be replaced
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
 

@@ -449,8 +449,8 @@ def count_extra_tokens(state):
 
 def transfer(model, state, grid=None):
     """Initialise `model` from a state dict that uses this repository's parameter names. The encoder
-    is always loaded; the decoder or head only if all of its names and shapes match. Positions are
-    interpolated from their `grid` (h, w), by default square. A frozen teacher is ignored.
+    is always loaded; the decoder or head only if all of its names and shapes match. Positions from
+    another `grid` (h, w) are interpolated; by default it is square. A frozen teacher is ignored.
 
     Returns the names in the model that were not set, and those in `state` that were not used.
     Raises InputError if these include encoder parameters other than norm and extra tokens."""
