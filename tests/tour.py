@@ -13,20 +13,18 @@ own needs nothing here. test_tour.py uses the same tracer.
 import argparse
 import ast
 import inspect
-import keyword
 import re
 import sys
 import textwrap
 import tokenize
 from base64 import b64encode
 from contextlib import redirect_stdout
-from functools import lru_cache, partial
+from functools import lru_cache
 from html import escape
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +72,9 @@ def statements(path):
             start -= 1
         own = {i: comments[i] for i in lines if i in comments and i not in alone}
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        targets = [x for target in targets if target for x in getattr(target, "elts", [target])]
-        targets = [ast.unparse(x).lstrip("*") for x in targets]
+        targets = [x for target in targets if target for x in ast.walk(target)]
+        targets = [ast.unparse(x) for x in targets if isinstance(getattr(x, "ctx", 0), ast.Store)
+                   and not isinstance(x, (ast.Tuple, ast.Starred))]
         appended = re.match(r"([\w.]+)\.append\(", ast.unparse(node))
         elements = [x for part in ast.walk(node) if isinstance(part, ast.List) for x in part.elts]
         parts = {x.end_lineno: ast.unparse(x) for x in elements if x.end_lineno in own}
@@ -101,11 +100,11 @@ def tensors(value):
 
 
 def trace(work, paths):
-    """Run work() and return the calls of functions in the files `paths`. A call has `inputs`, its
-    arguments {name: value}, and `steps`. A step has `statement`, `values` (what it assigned,
-    appended or returned), `made` (the tensors in each value), `parts` {line: value}, `names`
-    {name: value} after it, `calls`, those inside it, and, after backward, the norms of
-    `gradients`."""
+    """Run work() and return the calls of functions in the files `paths`. A call has `function`, its
+    name, `inputs`, its arguments {name: value}, and `steps`. A step has `statement`, `values` (what
+    it assigned, appended, returned or yielded), `made` (the tensors in each value), `parts` {line:
+    value}, `names` {name: value} after it, `calls`, those inside it, and, after backward, the norms
+    of `gradients`."""
     paths, outside = {str(path) for path in paths}, SimpleNamespace(calls=[])
     running = [SimpleNamespace(step=outside)]
 
@@ -113,7 +112,7 @@ def trace(work, paths):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path not in paths or name.startswith("<"):      # [... for ...] is part of its line
             return None
-        call = SimpleNamespace(inputs=dict(frame.f_locals), steps=[], step=None)
+        call = SimpleNamespace(function=name, inputs=dict(frame.f_locals), steps=[], step=None)
         table = statements(path)
         running[-1].step.calls.append(call)
         running.append(call)
@@ -128,8 +127,7 @@ def trace(work, paths):
             now = call.step and call.step.statement
             statement = table.get(frame.f_lineno, now) if event == "line" else now
             if now and (event == "return" or statement is not now):
-                returns = isinstance(now.node, ast.Return)
-                call.step.values = [arg] if returns else [value_of(x, frame) for x in now.targets]
+                call.step.values = [value_of(x, frame) for x in now.targets] or [arg]
                 call.step.made = [tensors(value) for value in call.step.values]
                 call.step.names = dict(frame.f_locals)
                 if ".backward(" in ast.unparse(now.node):
@@ -248,10 +246,11 @@ def attention(names, encoder):
     (B,heads,n,d), as HTML."""
     q, k, L = names["q"], names["k"], encoder.num_patches
     weights = (q @ k.mT / k.shape[3] ** 0.5).softmax(dim=3)[0].mean((0, 1))    # (n,)
-    ids = [names[name][0] for name in ("ids_keep", "ids_mask") if torch.is_tensor(names.get(name))]
-    if len(weights) > L and len(ids) < 2:                  # all patches, in raster order
-        ids = [torch.arange(L)]
-    places = torch.cat(ids if len(weights) == L + 1 else ids[:1])
+    keep, rest = [names.get(name) for name in ("ids_keep", "ids_mask")]
+    if len(weights) > L:                                   # all patches, in noise or raster order
+        places = torch.arange(L) if rest is None else torch.cat([keep, rest], dim=1)[0]
+    else:
+        places = keep[0]
     grid = torch.full((L,), torch.nan).index_copy(0, places, weights[1:1 + len(places)])
     shown = heat(grid.nan_to_num(0).view(encoder.grid))
     return png(shown.where(~grid.view(encoder.grid).isnan(), GREY), 128,
@@ -272,7 +271,7 @@ def picture(name, x, letters, names, model, text=""):
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
             return png(1 - grid.expand(3, -1, -1), side, f"{text}black: masked")
         return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
-    if x.ndim == 2 and x.dtype == torch.long and x.max() < L:
+    if x.ndim == 2 and x.dtype == torch.long and size < L and x.max() < L:
         grid = torch.zeros(L).index_fill(0, x[0], 1).view(encoder.grid)
         return png(grid.expand(3, -1, -1), side, f"white: {name or 'these patches'}")
     image, places = None, places_of(n, names, encoder)
@@ -322,7 +321,7 @@ figcaption { font-size: 12px; width: 0; min-width: max(100%, 8em) }
 .note, figcaption, i { color: light-dark(#59636e, #9aa4af); font-style: normal }
 .off pre { opacity: .45 } .title { background: #8881; border-radius: 6px }
 .call { border-left: 3px solid #8884; margin: 6px 0 10px; padding-left: 4px }
-b, u, button { color: var(--blue); font-weight: 600; text-decoration: none }
+b, button { color: var(--blue); font-weight: 600 }
 summary { cursor: pointer; list-style: none } summary pre::before { content: "▸ " }
 details[open] > summary pre::before { content: "▾ " }
 button { font: inherit; background: none; border: 0; padding: 0; text-decoration: underline }
@@ -332,7 +331,6 @@ button { font: inherit; background: none; border: 0; padding: 0; text-decoration
   .row, figure { break-inside: avoid } [popover] { display: block; position: static } }
 """
 VIT = str(ROOT / "vit.py")
-KEYWORDS = re.compile(rf"\b({'|'.join([*keyword.kwlist, 'self'])})\b")
 
 
 def as_html(text, path):
@@ -351,11 +349,10 @@ def items_of(path):
                    for n, text in re.findall(r"#   (\d+)\. (.*)", tail))
 
 
-def section(call, model, names=None, callers=()):
+def section(call, model, names=None):
     """Return a call as HTML: its function's title and docstring, then its statements as in the
     file, with what they call below: open at first, except functions in vit.py. `names` {name:
-    value} are the callers'. Not shown are functions in `callers`, and those in vit.py that make no
-    tensors."""
+    value} are the callers'. Functions in vit.py that make no tensors are not shown."""
     path, definition = call.steps[0].statement.path, call.steps[0].statement.definition
     table, left = statements(path), definition.col_offset
     source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
@@ -366,7 +363,7 @@ def section(call, model, names=None, callers=()):
     def row(first, last, note, made, kind="row"):
         """Return lines of the file as HTML, between a note and what they made."""
         lines = [re.sub(r"(^|  +)# .*", "", x)[left:] for x in source[first - 1:last]]
-        code = re.sub(KEYWORDS, r"<u>\1</u>", escape("\n".join(filter(str.strip, lines))))
+        code = escape("\n".join(filter(str.strip, lines)))
         return (f'<div class="{kind}"><div class="note">{as_html(note, path)}</div><pre>'
                 f'<i title="{file}">{first}</i> {code}</pre><div class="made">{made}</div></div>'
                 ) * bool(code)
@@ -374,7 +371,7 @@ def section(call, model, names=None, callers=()):
     inputs = [(name, x) for name, x in call.inputs.items() if torch.is_tensor(x) and x.ndim]
     unseen = [(name, x) for name, x in inputs if x.ndim == 4 and names
               and all(x is not known for known in names.values())]     # has no name in the caller
-    names, callers = {**names, **call.inputs}, (*callers, definition)
+    names = {**names, **call.inputs}
     words = [file, *[f"<b>{name}</b> {tuple(x.shape)}" for name, x in inputs]]
     html = [row(definition.lineno, definition.body[0].lineno - 1, doc or "",
                 "<br>".join(words) + pictures(unseen, "", names, model), "row title")]
@@ -394,18 +391,18 @@ def section(call, model, names=None, callers=()):
             j >= first or first == s.first)]
         letters = ", ".join(filter(None, [shape for shape, _ in told]))
         notes = " ".join(text for _, text in told)
-        known, words = {**names, **steps[-1].names} if steps else names, []
+        known = {**names, **steps[-1].names} if steps else names
+        makers = [] if s.only_names or i < s.last else steps
+        made = made_by(makers)
+        words = [numbers_of(made, makers)]
         if i in s.parts:
+            together = [f"together {words[0]}"] if words[0] else []
             made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
-            words.append(numbers_of(made))
-        if i == s.last:
-            whole = [] if s.only_names else made_by(steps)
-            made, together = (made, "together ") if i in s.parts else (whole, "")
-            words.append(together + numbers_of(whole, [] if s.only_names else steps))
+            words = [numbers_of(made), *together]
         called = {c.steps[0].statement.definition: c for step in steps[::-1] for c in step.calls
                   if c.steps[0].statement.path != VIT or any(
                       sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
-        calls = [c for d, c in called.items() if i == s.last and d not in callers][::-1]
+        calls = [*called.values()][::-1] if i == s.last else []
         if len(steps) > 1 and (made or calls):
             words.append(f"× {len(steps)}")
         if steps and steps[-1].gradients:
@@ -419,7 +416,7 @@ def section(call, model, names=None, callers=()):
                     "row" if steps else "row off")
         if calls:
             here = " open" * any(c.steps[0].statement.path != VIT for c in calls)
-            inner = "".join(section(c, model, known, callers) for c in calls)
+            inner = "".join(section(c, model, known) for c in calls)
             cells = f"<details{here}><summary>{cells}</summary>{inner}</details>"
         html.append(cells)
         first = i + 1
@@ -441,31 +438,21 @@ def page(text, about, known, strip, call, model):
             f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
             f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
             f"not run. Blue shapes are the file's own comments; beside them are the sizes here. "
-            f"In a matrix a row is a token, blue is negative and orange positive, on a scale of "
-            f"its own.</p>{section(call, model)}{''.join(map(items_of, files))}</body></html>")
+            f"In an image grey patches are absent. A matrix shows the first 96 rows, e.g. tokens, "
+            f"and 144 columns; blue is negative and orange positive, on a scale of its own.</p>"
+            f"{section(call, model)}{''.join(map(items_of, files))}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
 def strip_of(model, image, noise):
     """Return a row of captioned images: the image, masked, decoded, visible patches copied."""
-    encoder = model.encoder
     decoded, mask = model.reconstruct(image, noise)
-    masked = denormalize(image, model)[0].where(encoder.pixels_of(mask)[0] == 0, GREY)
-    decoded_text = "decoded" + ", visible patches untrained" * (
-        getattr(model, "loss_on", "masked") == "masked")
-    copied = encoder.copy_visible(decoded, image, mask)
-    images = {"image": denormalize(image, model)[0], "masked": masked,
-              decoded_text: denormalize(decoded, model)[0],
-              "decoded, visible patches copied": denormalize(copied, model)[0]}
-    return "".join(png(x, 128, name) for name, x in images.items())
-
-
-def offer(method):
-    """Say which newest run of a method could be toured instead of an untrained model."""
-    for path in sorted(Path("runs").glob("*/last.pt"), key=lambda p: -p.stat().st_mtime):
-        if train.read(path)["method"] == method:
-            print(f"note    this model is untrained; for a trained one add --checkpoint {path}")
-            return
+    all_trained = getattr(model, "loss_on", "masked") == "all"
+    images = {"image": image, "masked": image.where(model.encoder.pixels_of(mask) == 0, torch.nan),
+              "decoded" if all_trained else "decoded; visible patches are not trained": decoded,
+              "decoded, visible patches copied": model.encoder.copy_visible(decoded, image, mask)}
+    return "".join(png(denormalize(x, model)[0].nan_to_num(GREY), 128, name)
+                   for name, x in images.items())
 
 
 def tour_method(args):
@@ -474,17 +461,12 @@ def tour_method(args):
     torch.manual_seed(0)
     model = load(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.small_model)
     require(type(model) is cls, f"{args.checkpoint} is not of method {args.method}")
-    if not args.checkpoint:
-        offer(args.method)
     H, W = model.encoder.img_size
     images = draw_shapes(32, (H, W), seed=5)[0][[14, 20]]  # a star and, as a partner, a pentagon
-    files = args.image or []
-    require(len(files) <= 1 + hasattr(cls, "pairs"), f"--image: {args.method} takes one image")
-    for i, file in enumerate(files):
-        try:
-            images[i] = center_crop(read_image(file), (H, W), 1)
-        except Exception as error:                         # a broken file can raise anything
-            raise InputError(f"--image {file}: {error}") from None
+    most = 1 + hasattr(cls, "pairs")
+    require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
+    for i, file in enumerate(args.image):
+        images[i] = center_crop(read_image(file), (H, W), 1)
     image, partner = normalize(images, model).split(1)
     inputs = [image, model.encoder.fixed_noise(image)]
     if hasattr(cls, "pairs"):
@@ -497,32 +479,26 @@ def tour_method(args):
     sizes = {"B": 1, **letters(model)}
     if hasattr(model, "to_weights"):                       # MINR: numbers for each layer
         outputs = [len(bias) for bias in model.biases]
-        sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs, g_i=model.groups)
+        sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs,
+                     g_i=[model.groups.get(i, 0) for i in range(len(outputs))])
     known = {k: n for k, n in sizes.items()                # as in "L patches"
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
-               if not isinstance(getattr(model, name, model), torch.nn.Module)]
+               if not isinstance(getattr(model, name, model), (dict, torch.nn.Module))]
     about = (f"{args.method} from {args.checkpoint or 'random weights'}, in evaluation mode, on "
-             f"{' and '.join(files) or 'a drawn image'}. Options: {', '.join(options)}.")
+             f"{' and '.join(args.image) or 'a drawn image'}. Options: {', '.join(options)}.")
     return text, about, known, strip, calls[0], model
 
 
 def tour_train(args):
     """Return what `page` needs for a training step: one of eight images, from train_epoch on."""
-    found, epoch = [], train.train_epoch
-
-    def traced(number, net, *rest):
-        found.append(net)
-        found.extend(trace(lambda: found.append(epoch(number, net, *rest)),
-                           [ROOT / "train.py", ROOT / "vit.py", ROOT / "mae.py"]))
-        return found.pop(1)
     words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
              "--device cpu --workers 0 --runs").split()
-    with TemporaryDirectory() as folder, patch.object(train, "train_epoch", traced), \
-            redirect_stdout(StringIO()):
-        train.main([*words, folder])
-    model, call = found
-    about = f"Options: {' '.join(words[:-1])}."
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        calls = trace(lambda: train.main([*words, folder]),
+                      [ROOT / "train.py", ROOT / "vit.py", ROOT / "mae.py"])
+    call, = [call for call in flatten(calls) if call.function == "train_epoch"]
+    model, about = call.inputs["net"], f"Options: {' '.join(words[:-1])}."
     return train.__doc__, about, {"B": 8, **letters(model)}, "", call, model
 
 
@@ -533,8 +509,8 @@ def main(argv=None):
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train")
     option("--checkpoint", metavar="FILE", help="from train.py (an untrained model)")
-    option("--image", metavar="FILE", nargs="+", help="an image file; for imae also its partner "
-           "(images of ours)")
+    option("--image", metavar="FILE", nargs="+", default=[],
+           help="an image file; for imae also its partner (images of ours)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
