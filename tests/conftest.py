@@ -27,7 +27,7 @@ TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--b
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
-tqdm.monitor_interval = 0                                  # no thread, which forking would lose
+tqdm.monitor_interval = 0                                  # no monitor thread: a fork would lose it
 if not any("test_devices" in word for word in sys.argv):   # a forked process cannot use autograd
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                # where torch sees a GPU
 GPU = torch.cuda.is_available()

@@ -72,7 +72,7 @@ def gradients(model, loss, fixture, released=lambda name: name):
 
 
 def in_raster_order(pred, ids_keep, ids_mask):
-    """Return predictions (B,L,N), given in noise order, visible patches first, in raster order."""
+    """Sort predictions (B,L,N) from noise order (visible patches first) into raster order."""
     return gather_patches(pred, torch.cat([ids_keep, ids_mask], dim=1).argsort(dim=1))
 
 

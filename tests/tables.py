@@ -94,12 +94,14 @@ class Setup:
 
     def choose_end(self):
         """Return which of ENDS has the higher mean of 20-NN on held-out images, or None as long as
-        a number is missing."""
+        a number is missing that decides it or that a table then needs."""
         found = {end: [self.numbers[name, f"20-NN held out {end}"] for name in CHOOSERS]
                  for end in ENDS}
         if any(len(numbers) < SEEDS for row in found.values() for numbers in row):
             return None
-        return max(found, key=lambda end: mean(mean(row.values()) for row in found[end]))
+        end = max(found, key=lambda end: mean(mean(row.values()) for row in found[end]))
+        also = [self.numbers[name, f"20-NN {end}"] for name in NORMED if f"{name}_raw" in NORM]
+        return end if all(len(numbers) == SEEDS for numbers in also) else None
 
     def read_at_one_end(self):
         """If an end is chosen, let 20-NN be that of features with this end, and blank where it is

@@ -12,7 +12,7 @@ TINY = "--size tiny --dim 32 --depth 4 --heads 2 --img_size 32 --patch_size 8".s
 
 
 def giga_macs(function, *args):
-    """Return the multiply-accumulates of a call, in G."""
+    """Return the multiply-accumulates of a call, in billions."""
     with torch.no_grad():
         return bench.count_flops(lambda: function(*args)) / 2e9
 

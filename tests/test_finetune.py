@@ -260,7 +260,7 @@ def test_evaluation(tune, spy):
 
 
 def test_final_norm_of_a_frozen_encoder(tune, monkeypatch):
-    """The checkpoint's, by default and with --norm; none with --no-norm."""
+    """The checkpoint's norm is used by default and with --norm, and no norm with --no-norm."""
     seen, x = [], torch.randn(2, 3, 16, 16)
     monkeypatch.setattr(finetune, "knn", lambda model, *_: seen.append(model) or model.classify)
     monkeypatch.setattr(finetune, "evaluate", lambda *_: ({"top1": 0, "top5": 0}, None))

@@ -203,7 +203,7 @@ def test_each_option_changes_what_it_names(name, options):
                            if own_shapes.get(k) == shapes[k]}, strict=False)
     losses = []
     for m in (base, model):
-        torch.manual_seed(0)                               # for what the model draws itself
+        torch.manual_seed(0)                               # seeds the model's own random draws
         losses.append(m(images, noise)[0])
     assert (losses[0] - losses[1]).abs() > 1e-6
 

@@ -141,7 +141,8 @@ def test_lines_and_claims_fit_together():
     assert len(keys) == len({*keys}) and {key[1] for key in keys} <= names | {*results.SWEEP}
     assert {*tables.NAMES} == names - {*results.NORM} | {"ginr_clip"}
     known = sum(map(list, tables.TABLES.values()), ["block sum visible", "block sum masked"])
-    known += [f"other {name} {part}" for name in results.CONDITIONS for part in ("masked", "decoded")]
+    known += [f"other {name} {part}" for name in results.CONDITIONS
+              for part in ("masked", "decoded")]
     asked = re.findall(r"{.*? \| (.*?) \| (.*?)}", SENTENCES)
     for kind, spec in re.findall("^(table|claim): (.*)", SENTENCES, re.M):
         asked += [(part, spec.split(" | ")[-1]) for part in spec.split(" | ")[-2].split("; ")]

@@ -395,7 +395,7 @@ def test_own_method(tmp_path, monkeypatch):
     assert '<i> "other" & way' in reader.text and ("mae.py", 85) in reader.rows
 
 
-def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
+def test_trained_model_and_own_image(tmp_path, monkeypatch, capsys, refused):
     """A checkpoint and an image file are what is shown; wrong words end in one line."""
     monkeypatch.chdir(tmp_path)
     config = dict(SIZES, **DECODER)
@@ -414,6 +414,11 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     refused(main, ["mea"], "'mea'", "imae")
     refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
     refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
+    capsys.readouterr()
+    main(["mae"])
+    assert f"add --checkpoint {Path('runs/new/last.pt')}" in capsys.readouterr().out
+    Path("text").write_text("no image")
+    refused(main, ["mae", "--image", "text"], "text")
     refused(main, ["mae", "--image", "a.png", "a.png"], "mae takes at most 1")
 
 

@@ -1,6 +1,6 @@
 """Look inside a method: an image goes through it, and a page shows what every line makes of it.
 
-    python -m tests.tour mae                           # an untrained model, an image of ours
+    python -m tests.tour mae                           # an untrained model, one of our images
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
     python -m tests.tour train                         # one training step, up to the optimizer
 
@@ -455,18 +455,31 @@ def strip_of(model, image, noise):
                    for name, x in images.items())
 
 
+def offer(method):
+    """Say which newest run of a method could be toured instead of an untrained model."""
+    for path in sorted(Path("runs").glob("*/last.pt"), key=lambda p: -p.stat().st_mtime):
+        if train.read(path)["method"] == method:
+            print(f"note    this model is untrained; for a trained one add --checkpoint {path}")
+            return
+
+
 def tour_method(args):
     """Return what `page` needs for a method, and its name."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
     model = load(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.small_model)
     require(type(model) is cls, f"{args.checkpoint} is not of method {args.method}")
+    if not args.checkpoint:
+        offer(args.method)
     H, W = model.encoder.img_size
     images = draw_shapes(32, (H, W), seed=5)[0][[14, 20]]  # a star and, as a partner, a pentagon
     most = 1 + hasattr(cls, "pairs")
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     for i, file in enumerate(args.image):
-        images[i] = center_crop(read_image(file), (H, W), 1)
+        try:
+            images[i] = center_crop(read_image(file), (H, W), 1)
+        except Exception as error:                         # a broken file can raise anything
+            raise InputError(f"--image {file}: {error}") from None
     image, partner = normalize(images, model).split(1)
     inputs = [image, model.encoder.fixed_noise(image)]
     if hasattr(cls, "pairs"):
