@@ -1,5 +1,6 @@
 """A tiny data set, and commands that train on it in a temporary folder."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -126,6 +127,7 @@ def fork(work, *inputs):
         pytest.skip("this system does not fork processes")
 
     def body():
+        gc.freeze()                                        # collecting would copy all its memory
         os.setsid()
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)

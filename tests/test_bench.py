@@ -8,7 +8,7 @@ from tests import bench
 from train import METHODS, as_table
 from vit import ViT
 
-TINY = "--size tiny --dim 32 --depth 4 --heads 2 --img_size 32 --patch_size 8".split()
+TINY = "--size tiny --dim 32 --depth 1 --heads 2 --img_size 32 --patch_size 8".split()
 
 
 def giga_macs(function, *args):
@@ -18,10 +18,10 @@ def giga_macs(function, *args):
 
 
 def test_a_row_for_every_method(capsys):
-    rows = bench.main([*TINY, "--batch_size", "4", "--warmup", "1", "--steps", "2"])
+    rows = bench.main([*TINY, "--batch_size", "2", "--warmup", "0", "--steps", "2"])
     assert [row["method"] for row in rows] == [*METHODS]
     assert as_table(rows) in capsys.readouterr().out
-    minr = METHODS["minr"](32, 8, 3, 32, 4, 2, **METHODS["minr"].small_model)
+    minr = METHODS["minr"](32, 8, 3, 32, 1, 2, **METHODS["minr"].small_model)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
 
@@ -31,19 +31,22 @@ def test_cost_at_vit_b(monkeypatch):
     releases compute in vain: they embed masked patches, and apply heads to all tokens. CrossMAE's
     decoder is up to 3.7 times cheaper than MAE's (Appendix C); we count that at prediction ratio
     0.15."""
-    for name in ("xavier_uniform_", "kaiming_uniform_"):   # values do not matter here
+    def build(name, **options):                            # values do not matter here
+        return METHODS[name](**options).to("meta")
+    for name in ("xavier_uniform_", "kaiming_uniform_"):
         monkeypatch.setattr(torch.nn.init, name, lambda weight, *args, **kwargs: weight)
-    images, ids_keep, model = torch.zeros(1, 3, 224, 224), torch.arange(49)[None], METHODS["mae"]()
+    images, ids_keep = (x.to("meta") for x in (torch.zeros(1, 3, 224, 224), torch.arange(49)[None]))
+    model = build("mae")
     encoder, mae = giga_macs(model.encoder, images, ids_keep), giga_macs(model, images)
     embedding = 147 * 768 * 768 / 1e9                      # of masked patches
     head = 50 * 512 * 768 / 1e9                            # of visible patches and class token
     assert round(mae, 2) == 9.67 and round(mae + embedding + head, 2) == 9.78
-    hypermae = giga_macs(METHODS["hypermae"](), images)
+    hypermae = giga_macs(build("hypermae"), images)
     proj = 50 * 768 * 256 / 1e9                            # of visible patches and class token
     mlp = 49 * 8 * 256 * 256 / 1e9                         # 5 layers of 256 x 256, one of 256 x 768
     assert round(hypermae, 2) == 6.30 and round(hypermae + embedding + proj + mlp, 2) == 6.42
     for depth, ratio, cheaper in ((12, 0.25, 2.6), (12, 0.15, 3.7), (8, 0.25, 3.9)):
-        model = METHODS["crossmae"](decoder_depth=depth, prediction_ratio=ratio)
+        model = build("crossmae", decoder_depth=depth, prediction_ratio=ratio)
         own = giga_macs(model, images) - encoder
         assert round((mae + head - encoder) / own, 1) == cheaper
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def test_wrong_command_lines(desk, refused, kind, words, parts):
 def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
     """An error of all processes is printed once, one of a single process too."""
     def ranks(*words):
+        time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 10)         # Parser.error's
         more = ["--epoch", "1"] if os.environ["RANK"] == "1" else []
         script(*words, *more)
     for work, words, said in ((script, ["--batch_size", "42"], "exceeds the 40 training images"),
@@ -264,10 +266,10 @@ POINTS = [  # owner, name, call, and the epoch that last.pt holds then
     (torch, "save", 1, 1), (os, "replace", 1, 1), (json, "dumps", 2, 2), (torch, "save", 2, 3)]
 
 
-@pytest.mark.parametrize("more", [[], ["--img_size", "8"]])
-def test_kills(words, more):
+def test_kills(words):
     """A run that is killed again and again, each time at another point, equals one that never was.
-    last.pt is always whole. The second case reads files."""
+    last.pt is always whole. Images are read from files."""
+    more = ["--img_size", "8"]
     train.main([*words("straight", 5), *more])
     for owner, name, call, epoch in POINTS:
         process = fork(killed, owner, name, call, *words("killed", 5), *more)
@@ -287,8 +289,8 @@ def dying(*words):
 
 def test_a_kill_of_one_of_two_processes(words):
     """torchrun ends the other one and starts both again."""
-    assert ended(fork(torchrun, script, "train.py", *words("straight", 4)))[0] == 0
-    assert ended(fork(partial(torchrun, restarts=1), dying, *words("killed", 4)))[0] == 0
+    assert ended(fork(torchrun, script, "train.py", *words("straight", 3)))[0] == 0
+    assert ended(fork(partial(torchrun, restarts=1), dying, *words("killed", 3)))[0] == 0
     assert "resumed after epoch 2" in Path("out").read_text()
     alike("killed")
 

@@ -137,7 +137,8 @@ def fake_gpu():
 @cases
 def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
     """With fake tensors: everything is on one device, and nothing waits for a value."""
-    model = build(name, **options)
+    needs_two = {"feature_maps", "shared_blocks"} & options.keys()
+    model = build(name, depth=2 if needs_two else 1, **options)
     images, noise = inputs_of(model)
     inputs = [images, noise, *((images, torch.rand(3)) if hasattr(model, "pairs") else ())]
     state, mode = model.state_dict(), FakeTensorMode()
@@ -409,15 +410,14 @@ def test_what_finetuning_reads_is_trained(name):
 
 @methods
 def test_the_seed_is_the_run(name, pretrain):
-    """Two runs are equal, whether batches are computed in pieces or not."""
-    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1"]
+    """Two runs are equal, also if one computes its batches in pieces."""
+    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1"]
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
     a = pretrain(*words, name="a", own=flags(BASE[name]))
-    b = pretrain(*words, name="b", own=flags(BASE[name]))
-    c = pretrain(*words, "--accum", "4", name="c", own=flags(BASE[name]))
-    assert same(a["model"], b["model"]) and same(a["model"], c["model"], atol=1e-6)
-    assert c["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5)
+    b = pretrain(*words, "--accum", "4", name="b", own=flags(BASE[name]))
+    assert same(a["model"], b["model"], atol=1e-6)
+    assert b["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name, tokens", [

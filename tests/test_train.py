@@ -556,7 +556,7 @@ def test_help(main, words, dry, capsys):
 
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
 --crop 1 | --no-flip | --min_lr 1e-3 | --clip_grad 0.01 | --seed 1 | --mask grid | --mask block |
---epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd | --train_images 32 |
+--epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd | --train_images 16 |
 --optimizer sgd --momentum 0.5 | --schedule constant | --mask_ratio 0.5 | --norm_pix_loss |
 --decoder_depth 2 | --dim 32 | --depth 1 | --heads 1 | --batch_size 16 |
 --img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16 |
@@ -566,7 +566,8 @@ FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --w
 def test_flags_do_something(pretrain, monkeypatch):
     monkeypatch.setattr(train, "save_picture", lambda *_: None)
     words = [words.split() for words in ["", *FLAGS.split("|")]]
-    runs = [pretrain("--eval_every", "9", *more, name=f"{i}") for i, more in enumerate(words)]
+    runs = [pretrain("--train_images", "24", "--eval_images", "1", "--eval_every", "9", *more,
+                     name=f"{i}") for i, more in enumerate(words)]
     for i in range(len(runs)):
         for k in range(i):
             assert not same(runs[i]["model"], runs[k]["model"]), f"{words[i]} does as {words[k]}"
@@ -616,9 +617,9 @@ def test_evaluating_now_and_then(pretrain, monkeypatch):
     words = ["--schedule", "constant", "--eval_every", "2", "--epochs"]
     pretrain(*words, "3", name="less")
     assert epochs() == [2, 3]
-    more = pretrain(*words, "9", "--resume", name="less")
-    assert epochs() == [2, 3, 4, 6, 8, 9]
-    straight = pretrain("--schedule", "constant", "--epochs", "9", name="straight")
+    more = pretrain(*words, "7", "--resume", name="less")
+    assert epochs() == [2, 3, 4, 6, 7]
+    straight = pretrain("--schedule", "constant", "--epochs", "7", name="straight")
     assert same(more["model"], straight["model"])
     first, *_, last = straight["history"]                  # which has learned something
     assert last["loss"] < 0.9 * first["loss"] and last["psnr_masked"] > first["psnr_masked"] + 0.5
@@ -630,7 +631,7 @@ def eager(*words):
 
 
 @pytest.mark.parametrize("processes, method, more", [
-    (3, "mae", []), *((2, name, []) for name in train.METHODS),
+    (3, "mae", []), *((2, name, []) for name in train.METHODS if name != "mae"),
     *(pytest.param(2, name, ["--compile"], marks=pytest.mark.slow) for name in train.METHODS)])
 def test_several_processes_are_one(pretrain, folder, processes, method, more):
     """They have the same weights after all steps: the same images, crops and masks, divided. SGD,
