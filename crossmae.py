@@ -95,7 +95,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
+    # our own training and model settings, for images up to 64 pixels or the micro encoder
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -327,5 +327,5 @@ def decoder_attention(mae, images):
 #  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is
 #      fixed: `contributions` uses that of the last block's output.
 #  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. The learning
-#      rate scaling is in Sec. 3.3 (A.6: 3.4). The last two rows of Table 5 differ in inter-block
+#      rate scaling is in Sec. 3.3; A.6 says 3.4. The last two rows of Table 5 differ in inter-block
 #      attention, but have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.

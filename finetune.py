@@ -193,7 +193,7 @@ class Classifier(nn.Module):
         if probe:
             self.encoder.requires_grad_(False)
             self.head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
-        else:                                              # the class token has the encoder's norm
+        else:                                              # the encoder norms the class token
             self.fc_norm = nn.Identity() if pool == "token" else nn.LayerNorm(width, eps=1e-6)
             self.head = linear
 

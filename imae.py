@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); tests/FLAGS.md has CIFAR and Tiny-ImageNet
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: for training (no augmentation,
-    # as for CIFAR in Table 1), then for the model
+    # our own training and model settings, for images up to 64 pixels or the micro encoder
+    # (no augmentation, as for CIFAR in Table 1)
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -93,7 +93,8 @@ class IMAE(nn.Module):
         Returns mix and (x_1, x_2), subordinate and dominant images, (B,C,H,W) each. If alpha is
         exactly 0.5, `images` are subordinate (item 3). Raises ValueError if the shapes differ."""
         if partners.shape != images.shape:
-            raise ValueError(f"partners {tuple(partners.shape)} for images {tuple(images.shape)}")
+            raise ValueError(f"partners are {tuple(partners.shape)}, but images are "
+                             f"{tuple(images.shape)}")
         # (1, 1, 1, 1) or (B, 1, 1, 1)
         alpha = torch.as_tensor(alpha, device=images.device, dtype=images.dtype).view(-1, 1, 1, 1)
         mix = alpha * images + (1 - alpha) * partners                  # (B, C, H, W) Algorithm 1
@@ -129,7 +130,7 @@ class IMAE(nn.Module):
     def forward(self, images, noise=None, partners=None, alpha=None):
         """Return loss and metrics for normalised images and partners (B,C,H,W). noise (B,L) is
         random by default. Partners are Algorithm 1's perm(img), by default each image's predecessor
-        in the batch (item 7). alpha, a number or (B,), weighs images; by default draw_alpha's.
+        in the batch (item 7). alpha, a number or (B,), weighs images; draw_alpha draws the default.
 
         Each branch adds two mean squared errors to the loss, a float32 scalar. The first is over
         its image's masked patches; the second, times distill_weight, between its latent and the
@@ -332,7 +333,7 @@ def draw_partners(indices, labels, same_class, generator):
 
 def check_same_class(labels, classes, same_class):
     """Raise InputError if draw_partners could not find partners for a fraction same_class among
-    images with labels (N,). Without labels, `classes`, the class names, is empty."""
+    images with labels (N,). `classes` are the class names, empty if the images have no labels."""
     if same_class is None:
         return
     sizes = labels.unique(return_counts=True)[1]           # of each class

@@ -1,7 +1,7 @@
 """MAE: mask most of an image, encode the rest, and predict what is masked.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
-Release: https://github.com/facebookresearch/mae. "Item 3" in a comment is in the list at the end.
+Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.
 
 A random 75% of the patches are masked. A ViT encodes only the visible ones, so a large encoder is
 cheap to train. A small decoder gets the encoded patches and, for every masked patch, one learned
@@ -35,7 +35,7 @@ class MAE(nn.Module):
     recipe = dict(  # Table 8; epochs from Table 1, flip from Sec. 4.1, crop from the release
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
+    # our own training and model settings, for images up to 64 pixels or the micro encoder
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)

@@ -78,7 +78,7 @@ class MINR(nn.Module):
         # TransINR's learning rate to a tenth after 80% of the epochs; this is not implemented
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # our values for images up to 64 pixels or the micro encoder: for training, then for the model
+    # our own training and model settings, for images up to 64 pixels or the micro encoder
     small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     small_model = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)

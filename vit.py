@@ -308,7 +308,7 @@ class ViT(nn.Module):
         """Embed the patches of images (B,C,H,W) and add their positions: all patches (B,L,D), or
         only ids_keep (B,K): (B,K,D). Raises ValueError if the images do not fit the model."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
-            raise ValueError(f"images of shape {tuple(images.shape)} for a model of "
+            raise ValueError(f"images are {tuple(images.shape[1:])}, but the model needs "
                              f"{(self.in_chans, *self.img_size)}")
         patches = patchify(images, self.patch_size)                    # (B, L, p*q*C)
         pos = self.pos_embed[:, 1:]                                    # (1, L, D)
@@ -425,7 +425,7 @@ def to_released(model):
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
     names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
-    heads: it is `heads` or, by default, that of the entry of SIZES with this width and depth.
+    heads: it is `heads` or, without it, that of the size in SIZES with this width and depth.
     Raises InputError if the state dict is not a ViT's."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")

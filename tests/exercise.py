@@ -344,8 +344,8 @@ def find_body(text, name):
 
 
 def code_of(name, text):
-    """Return the code of the function `name` in the text of its file, without docstring and
-    comments; "" if it has none."""
+    """Return the code of the function `name` in its file's text, without docstring or comments; ""
+    if the text has errors or no such function."""
     with contextlib.suppress(SyntaxError, StopIteration):
         node, start = find_body(text, name)
         return "\n".join(ast.unparse(part) for part in node.body if part.lineno > start)

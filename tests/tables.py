@@ -41,7 +41,6 @@ MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens
 ENDS = ("with norm", "without norm")     # of frozen features
 NORMED = ("untrained", "untrained_joined", "mae", "mae_joined", "mae_4", "crossmae_last", "imae",
           "imae_alone")                  # as pretrained, they end in a norm; the others do not
-CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")   # of an end
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
 PIXELS = "random 0.75 masked"
 TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES],
@@ -88,29 +87,16 @@ class Setup:
                 raise ValueError(f"{table}: {self.labels[column]} and {label} in one file")
             for name, number in found.items():
                 self.numbers[encoder, name][record["seed"]] = number
-        self.end = self.choose_end()
-        self.read_at_one_end()
+        self.read_without_norm()
         self.add_no_pretraining()
 
-    def choose_end(self):
-        """Return which of ENDS has the higher mean of 20-NN on held-out images, or None as long as
-        a number is missing that decides it or that a table then needs."""
-        found = {end: [self.numbers[name, f"20-NN held out {end}"] for name in CHOOSERS]
-                 for end in ENDS}
-        if any(len(numbers) < SEEDS for row in found.values() for numbers in row):
-            return None
-        end = max(found, key=lambda end: mean(mean(row.values()) for row in found[end]))
-        also = [self.numbers[name, f"20-NN {end}"] for name in NORMED if f"{name}_raw" in NORM]
-        return end if all(len(numbers) == SEEDS for numbers in also) else None
-
-    def read_at_one_end(self):
-        """If an end is chosen, let 20-NN be that of features with this end, and blank where it is
-        not measured."""
-        for name in NAMES if self.end else ():
-            as_pretrained = {} if ENDS[name not in NORMED] != self.end else (
-                self.numbers[name, "20-NN"])
-            self.numbers[name, "20-NN"] = (self.numbers[name, f"20-NN {self.end}"] or
-                                           as_pretrained)
+    def read_without_norm(self):
+        """Let 20-NN be that of features without a final norm, as held-out images have decided
+        (RESULTS.md), or blank: in every setup where MAE has been measured without it."""
+        for name in NAMES if self.numbers["mae", "20-NN without norm"] else ():
+            without = self.numbers[name, "20-NN without norm"]
+            if without or name in NORMED:
+                self.numbers[name, "20-NN"] = without
 
     def add_no_pretraining(self):
         """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
@@ -380,13 +366,6 @@ def summary(setups):
     return markdown(heads, [row for row in rows if any(row[1:])])
 
 
-def choices(setups):
-    """Return which end of the encoder held-out images have chosen, a list."""
-    undecided = "as in each method's pretraining, until all of them are measured"
-    return "".join(f"- {setup.model}: frozen features are read {setup.end or undecided}.\n"
-                   for setup in setups)
-
-
 # ------------------------------------------------------------------ the figure
 WIDTH, HEIGHT = 415, 380                                   # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # where its dots are
@@ -507,7 +486,7 @@ def main(folder=Path("tests")):
     compared = sorted({s.model: s for s in reversed(setups)}.values(), key=setups.index)
     caption = say_all("caption", compared)
     fill(folder / "RESULTS.md", caption=caption, questions=questions(compared),
-         choices=choices(compared), claims=claims(compared), tables="\n".join(map(tables, setups)))
+         claims=claims(compared), tables="\n".join(map(tables, setups)))
     fill(folder.parent / "README.md", caption=caption, results=summary(compared),
          findings=short_sentences(compared), start=say_all("start", compared))
     picture = folder.parent / ".github/results.svg"

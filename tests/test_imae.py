@@ -30,7 +30,7 @@ def test_mix_images():
     assert torch.equal(strong, torch.stack([y[0], y[1], x[2]]))
     for i, alpha in enumerate((0.2, 0.5, 0.9)):
         assert torch.allclose(mix[i], alpha * x[i] + (1 - alpha) * y[i], atol=1e-6)
-    with pytest.raises(ValueError, match="^partners .* for images "):
+    with pytest.raises(ValueError, match="^partners are .*, but images "):
         build("imae").mix_images(x, y[:1], 0.3)
 
 
