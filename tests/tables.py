@@ -92,11 +92,9 @@ class Setup:
 
     def read_without_norm(self):
         """Let 20-NN be that of features without a final norm, as held-out images have decided
-        (RESULTS.md), or blank: in every setup where MAE has been measured without it."""
-        for name in NAMES if self.numbers["mae", "20-NN without norm"] else ():
-            without = self.numbers[name, "20-NN without norm"]
-            if without or name in NORMED:
-                self.numbers[name, "20-NN"] = without
+        (RESULTS.md), in a table where MAE is measured so. Blank: not measured so."""
+        for name in NORMED if self.numbers["mae", "20-NN without norm"] else ():
+            self.numbers[name, "20-NN"] = self.numbers[name, "20-NN without norm"]
 
     def add_no_pretraining(self):
         """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
