@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); tests/FLAGS.md has CIFAR and Tiny-ImageNet
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder
-    # (no augmentation, as for CIFAR in Table 1)
+    # our own training and model settings, for images up to 64 pixels or the micro encoder. No
+    # augmentation, as for CIFAR in Table 1
     small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD

@@ -9,8 +9,8 @@ mask token plus the position of the patch. It predicts the pixels of the masked 
 pretraining the decoder is discarded and the encoder is kept.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
-    -> pixels of the masked patches (B,M,p*p*C)
+    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), class token first
+    -> decoder (B,1+L,E) -> pixels of the masked patches (B,M,p*p*C)
 """
 
 import torch

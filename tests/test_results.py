@@ -225,7 +225,7 @@ def test_what_is_made_of_the_lines():
     assert tiny.judge("MAE, joined > from scratch", "20-NN, 1%") == {}
     text = tables.tables(tiny)
     assert "| encoder | readout | 20-NN | 1% (18 epochs) |" in text
-    for row in ("MAE | patch tokens, mean (192) | 7.0 (seed 0) | 41.0 ± 1.0 |",     # without a norm
+    for row in ("MAE | patch tokens, mean (192) | 7.0 (seed 0) | 41.0 ± 1.0 |",
                 "HyperMAE | patch tokens, mean (192) | 5.0 (seed 0) |",
                 "MINR, GINR, mean | weight tokens, mean (192) | 5.0 (seed 0) |"):
         assert f"| {row}" in text

@@ -20,6 +20,7 @@ import torchvision
 
 import finetune
 import train
+import vit
 from crossmae import CrossMAE, decoder_attention
 from hypermae import HyperMAE
 from imae import IMAE, ridge_r2
@@ -313,12 +314,18 @@ def test_page(name, tmp_path, monkeypatch, capsys):
                 made = "".join(rows[i][1] for i in range(s.first, s.last + 1) if i in rows)
                 assert all(shape in made for shape in shapes[:1] + shapes[-1:]), (s.first, made)
     assert "def require" not in reader.text                # it makes no tensors
+    shown = re.findall(r'src="(.*?)"', page.split('<div class="call">', 1)[1])
+    assert len(shown) == len({*shown}) > 8                 # each picture once
     if cls:
+        order = [*reader.rows]                             # as called: patches before blocks
+        first, later = (order.index(("vit.py", inspect.getsourcelines(function)[1]))
+                        for function in (vit.ViT.embed, vit.Block.forward))
+        assert first < later
         items = re.findall(r'popovertarget="(.*?)"', page)
         assert items and {*items} <= {*re.findall(r' id="(.*?)"', page)}
     else:
         norms = re.search(r"norms of gradients: mask_token [\d.]+, encoder ([\d.]+)", reader.text)
-        assert float(norms[1]) > 0 and page.count("data:image/png") > 8
+        assert float(norms[1]) > 0
         batch, given = [made for code, made in reader.rows.values() if re.search(
             "for step, .images, labels|yield dataset.images", code)]
         assert "images (8, 3, 32, 32)" in batch and "(8, 3, 32, 32), (8,)" in given

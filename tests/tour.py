@@ -13,6 +13,7 @@ own needs nothing here. test_tour.py uses the same tracer.
 import argparse
 import ast
 import inspect
+import math
 import re
 import sys
 import textwrap
@@ -199,11 +200,11 @@ def made_by(steps):
 
 
 def numbers_of(made, steps=()):
-    """Return in words what a line made: the shapes of tensors, e.g. "(1, 24, 80)", or numbers."""
-    words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for _, x in made] or [
-        f"{x:.4g}" for step in steps for x in step.values
-        if isinstance(x, (int, float)) and abs(x) < 1000]
-    words = [*dict.fromkeys(words)]                        # each once
+    """Return in words what a line made: the shapes of tensors, e.g. "(1, 24, 80)", equal ones once,
+    or the numbers of its last run."""
+    words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for _, x in made]
+    words = [*dict.fromkeys(words)] or [f"{x:.4g}" for step in steps[-1:] for x in step.values
+                                        if isinstance(x, (int, float)) and abs(x) < 1000]
     return ", ".join(words) if len(words) < 6 else f"{words[0]} ... {words[-1]}"
 
 
@@ -253,8 +254,9 @@ def attention(names, encoder):
         places = keep[0]
     grid = torch.full((L,), torch.nan).index_copy(0, places, weights[1:1 + len(places)])
     shown = heat(grid.nan_to_num(0).view(encoder.grid))
+    low, high = (f"{x:.2g}" for x in grid[~grid.isnan()].aminmax())
     return png(shown.where(~grid.view(encoder.grid).isnan(), GREY), 128,
-               "attention to each patch, mean over heads and queries")
+               f"attention to each patch, mean over heads and queries: {low} to {high}")
 
 
 def picture(name, x, letters, names, model, text=""):
@@ -269,7 +271,7 @@ def picture(name, x, letters, names, model, text=""):
             x.dtype != torch.long):
         grid = x[0].float().view(encoder.grid if x[0].numel() == L else (H, W))
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
-            return png(1 - grid.expand(3, -1, -1), side, f"{text}black: masked")
+            return png(1 - grid.expand(3, -1, -1), side, f"{text}black: 1, masked")
         return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
     if x.ndim == 2 and x.dtype == torch.long and size < L and x.max() < L:
         grid = torch.zeros(L).index_fill(0, x[0], 1).view(encoder.grid)
@@ -289,19 +291,19 @@ def picture(name, x, letters, names, model, text=""):
     matrix = x[0] if x.ndim == 3 else x
     if not x.is_floating_point() or matrix.ndim != 2 or min(matrix.shape) < 8:
         return ""
-    matrix = matrix[:96, :144].float()
+    text = f"{text}{matrix.min():.2g} to {matrix.max():.2g}"
+    matrix = matrix[::math.ceil(len(matrix) / 96), ::math.ceil(size / 144)].float()
     rows, columns = matrix.shape
-    return png(heat(matrix), rows * max(1, min(192 // columns, 160 // rows)),
-               f"{text}{matrix.min():.2g} to {matrix.max():.2g}")
+    return png(heat(matrix), rows * max(1, min(192 // columns, 160 // rows)), text)
 
 
 def pictures(made, letters, names, model):
-    """Return at most two pictures of [(name, tensor)] as HTML: those with most axes, which often
-    are the only ones that depend on the image."""
-    made = sorted(made, key=lambda pair: -pair[1].ndim)
+    """Return at most two pictures of [(name, tensor)] as HTML, in this order: those with most axes,
+    which often are the only ones that depend on the image."""
     texts = [f"{name} {tuple(x.shape)} " if len(made) > 1 else "" for name, x in made]
     shown = [picture(*pair, letters, names, model, text) for pair, text in zip(made, texts)]
-    return "".join([*filter(None, shown)][:2])
+    best = sorted(range(len(made)), key=lambda i: (not shown[i], -made[i][1].ndim))[:2]
+    return "".join(shown[i] for i in sorted(best))
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -343,10 +345,14 @@ def as_html(text, path):
 
 
 def items_of(path):
-    """Return the list at the end of a file, "Paper and release", as HTML that buttons show."""
+    """Return the list at the end of a file, "Paper and release", as buttons and the texts that they
+    show, in HTML."""
     tail = Path(path).read_text().split("\n# Paper and release")[-1].replace("\n#      ", " ")
-    return "".join(f'<div popover id="{Path(path).stem}-{n}"><b>Item {n}</b> {escape(text)}</div>'
-                   for n, text in re.findall(r"#   (\d+)\. (.*)", tail))
+    items = re.findall(r"# +(\d+)\. (.*)", tail)
+    buttons = as_html(f"Paper and release, {Path(path).name}: items {', '.join(dict(items))}", path)
+    return f'<p class="note">{buttons}</p>' * bool(items) + "".join(
+        f'<div popover id="{Path(path).stem}-{n}"><b>Paper and release, {n}.</b> {escape(text)}'
+        f"</div>" for n, text in items)
 
 
 def section(call, model, names=None):
@@ -368,13 +374,14 @@ def section(call, model, names=None):
                 f'<i title="{file}">{first}</i> {code}</pre><div class="made">{made}</div></div>'
                 ) * bool(code)
 
-    inputs = [(name, x) for name, x in call.inputs.items() if torch.is_tensor(x) and x.ndim]
-    unseen = [(name, x) for name, x in inputs if x.ndim == 4 and names
-              and all(x is not known for known in names.values())]     # has no name in the caller
-    names = {**names, **call.inputs}
-    words = [file, *[f"<b>{name}</b> {tuple(x.shape)}" for name, x in inputs]]
-    html = [row(definition.lineno, definition.body[0].lineno - 1, doc or "",
-                "<br>".join(words) + pictures(unseen, "", names, model), "row title")]
+    names, inputs = {**names, **call.inputs}, call.inputs.items()
+    words = [f"{file}, {call.steps[0].statement.function}", *[
+        f"<b>{name}</b> {tuple(x.shape) if torch.is_tensor(x) else x}" for name, x in inputs
+        if torch.is_tensor(x) or isinstance(x, (int, float))]]
+    images = [(name, x) for name, x in inputs if torch.is_tensor(x) and x.ndim == 4]
+    words.append(f"<div>{pictures(images, '', names, model)}</div>")
+    html = [row(definition.lineno, definition.body[0].lineno - 1, doc or "", "<br>".join(words),
+                "row title")]
     first = definition.body[doc is not None].lineno
     for i in range(first, definition.end_lineno + 1):
         s = table.get(i)
@@ -399,10 +406,10 @@ def section(call, model, names=None):
             together = [f"together {words[0]}"] if words[0] else []
             made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
             words = [numbers_of(made), *together]
-        called = {c.steps[0].statement.definition: c for step in steps[::-1] for c in step.calls
+        called = {c.steps[0].statement.definition: c for step in steps for c in step.calls
                   if c.steps[0].statement.path != VIT or any(
                       sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
-        calls = [*called.values()][::-1] if i == s.last else []
+        calls = [*called.values()] if i == s.last else []  # of several runs the last
         if len(steps) > 1 and (made or calls):
             words.append(f"× {len(steps)}")
         if steps and steps[-1].gradients:
@@ -423,6 +430,17 @@ def section(call, model, names=None):
     return f'<div class="call">{"".join(html)}</div>'
 
 
+def once(html):
+    """Drop each picture that is already further up in the HTML."""
+    shown = set()
+
+    def keep(found):
+        new = found[1] not in shown
+        shown.add(found[1])
+        return found[0] if new else ""
+    return re.sub(r'<figure>.*?base64,(.*?)".*?</figure>', keep, html)
+
+
 def page(text, about, known, strip, call, model):
     """Return the whole page: the file's docstring `text`, a line `about` the run, the letters'
     numbers {letter: n}, a strip of captioned images, and a traced call."""
@@ -437,10 +455,12 @@ def page(text, about, known, strip, call, model):
             f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
             f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
             f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
-            f"not run. Blue shapes are the file's own comments; beside them are the sizes here. "
-            f"In an image grey patches are absent. A matrix shows the first 96 rows, e.g. tokens, "
-            f"and 144 columns; blue is negative and orange positive, on a scale of its own.</p>"
-            f"{section(call, model)}{''.join(map(items_of, files))}</body></html>")
+            f"not run. × 4: it ran four times, and the last run is shown. Blue shapes are the "
+            f"file's own comments; beside them are the sizes here. Each picture is shown once. "
+            f"Grey patches are not in the tensor. A matrix has a token or a pixel in each row; it "
+            f"shows at most 96 rows and 144 columns, evenly spaced. Blue is negative, white 0, "
+            f"orange positive, on a scale of its own.</p>"
+            f"{once(section(call, model))}{''.join(map(items_of, files))}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -499,7 +519,7 @@ def tour_method(args):
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
                if not isinstance(getattr(model, name, model), (dict, torch.nn.Module))]
     about = (f"{args.method} from {args.checkpoint or 'random weights'}, in evaluation mode, on "
-             f"{' and '.join(args.image) or 'a drawn image'}. Options: {', '.join(options)}.")
+             f"{' and '.join(args.image) or 'a generated image'}. Options: {', '.join(options)}.")
     return text, about, known, strip, calls[0], model
 
 
