@@ -48,15 +48,16 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "transinr_patches": "--checkpoint {runs}/transinr/last.pt --pool mean",
     "scratch": "--mode scratch --size {size}",
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
+CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")   # of a final norm
 NORM = {  # name: the frozen encoder with and without a LayerNorm at its end, trained once for both
     f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
-    for name in ("untrained", "untrained_joined", "mae", "mae_joined", "mae_4", "crossmae",
-                 "crossmae_25", "hypermae", "ginr", "ginr_mean", "imae")
+    for name in (*CHOOSERS, "untrained", "untrained_joined", "mae_joined", "mae_4", "ginr")
     for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
 SCRATCH = {f"scratch_{rate}": f"{SOURCES['scratch']} --lr {rate}" for rate in RATES}
 SOURCES |= NORM | SCRATCH
 HELD_OUT = {  # name: columns that decide a choice, measured on held-out training images
-    **dict.fromkeys([*NORM, "ginr", "ginr_mean", "ginr_patches", "transinr", "transinr_mean",
+    **dict.fromkeys([*(f"{name}_{part}" for name in CHOOSERS for part in ("norm", "raw")),
+                     "ginr", "ginr_mean", "ginr_patches", "transinr", "transinr_mean",
                      "transinr_patches"], ["20-NN"]),
     **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # at seed 0
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
@@ -184,8 +185,8 @@ def run_all(args, table):
     """Run every command whose result has no line in --out yet. Encoders that an evaluation needs
     are trained again if they are gone."""
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
-    machine = (torch.cuda.get_device_name() if torch.cuda.is_available()
-               else f"{cpu}, threads: {torch.get_num_threads()}")
+    threads = f", {torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else ""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu + threads
 
     def done():
         return {(record["encoder"], record["column"], record["seed"])
@@ -205,7 +206,7 @@ def run_all(args, table):
                 numbers = run(command.replace("{runs}", runs))         # a finished run ends at once
                 if (encoder, column, seed) not in done():
                     made = (f"{time.strftime('%Y-%m-%d')}, commit {commit}, torch "
-                            f"{torch.__version__}, {machine}")
+                            f"{torch.__version__.split('+')[0]}, {machine}")
                     line = dict(table=table, encoder=encoder, column=column, seed=seed,
                                 command=command, made=made, numbers=numbers)
                     with args.out.open("a") as file:
