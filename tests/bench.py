@@ -86,8 +86,6 @@ class Case:
 
     def __init__(self, spec, args, img_size):
         name, *options = spec.split(":")
-        if name not in METHODS:
-            raise ValueError(f"--method {name} is not one of {' '.join(METHODS)}")
         cls, words = METHODS[name], [w for option in options for w in f"--{option}".split("=")]
         parser = argparse.ArgumentParser(spec, usage=argparse.SUPPRESS, allow_abbrev=False)
         add_own(parser)
@@ -181,21 +179,6 @@ def measure(cases, steps, warmup):
     return rows
 
 
-def run(args):
-    """Measure what a parsed command line asks for, print the rows and return them."""
-    rows = []
-    train.start_processes(args)
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
-          f"{torch.get_num_threads()} threads, {args.dtype}")
-    for img_size in args.img_size:
-        cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
-        print(f"attention: {cases[0].attention}")
-        rows += measure(cases, args.steps, args.warmup)
-        del cases                                          # before the next ones are built
-    print(train.as_table(rows))
-    return rows
-
-
 def main(argv=None):
     """Measure what the words `argv` ask for, print it, and return the rows."""
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
@@ -215,10 +198,17 @@ def main(argv=None):
     option("--warmup", type=number(int, 0), default=3, help="steps before these (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
-    try:
-        return run(args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    train.start_processes(args)
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
+          f"{torch.get_num_threads()} threads, {args.dtype}")
+    rows = []
+    for img_size in args.img_size:
+        cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
+        print(f"attention: {cases[0].attention}")
+        rows += measure(cases, args.steps, args.warmup)
+        del cases                                          # before the next ones are built
+    print(train.as_table(rows))
+    return rows
 
 
 if __name__ == "__main__":

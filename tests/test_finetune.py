@@ -1,6 +1,5 @@
 """Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,26 +139,17 @@ def test_layer_decay_and_weight_decay(tune):
 
 
 def test_groups_do_not_depend_on_weight_decay():
-    """A resumed run may have another weight decay; it matches its moments by this order. A block's
-    number may have two digits."""
-    model = Classifier(16, 8, dim=4, depth=12, heads=1, classes=2)
+    """A resumed run may have another weight decay; it matches its moments by this order."""
+    model = classifier()
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))
     assert none == some
-    (scale,) = [group["lr_factor"] for group in layer_decay_groups(model, 0.05, 0.5)
-                if any(p is model.encoder.blocks[10].mlp.fc1.weight for p in group["params"])]
-    assert scale == 0.5 ** 2
 
 
-def test_finetuning_and_probing_learn(tune, folder, capsys):
+def test_finetuning_and_probing_learn(tune, folder):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
-    said = capsys.readouterr().out
-    assert row["top1"] == row["top5"] == 100 and " top1 100.00, " in said
+    assert row["top1"] == row["top5"] == 100
     assert content["history"][0].keys() >= {"top1", "top5", "loss", "lr", "img_s", "eval_s"}
-    assert "newly initialised: fc_norm, head\n" in said
-    assert re.search("not loaded: decoder_blocks, .*, encoder.norm, mask_token\n", said)
-    with pytest.raises(train.InputError, match="which is none of mae, .*: pass load its class"):
-        train.load("runs/tuned/last.pt")
     model = train.load("runs/tuned/last.pt", {"classifier": Classifier})
     assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), None, settings())[1]
@@ -173,7 +163,6 @@ def test_finetuning_and_probing_learn(tune, folder, capsys):
 
 @pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
     ("runs/mae_shapes/last.pt", "linear", "shapes", 1.0, "mae_shapes_linear"),
-    ("runs/mae_shapes", "knn", "shapes", 1.0, "mae_shapes_knn"),
     ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
     (None, "scratch", "shapes", 1.0, "scratch_shapes")])
 def test_names_of_runs(tmp_path, checkpoint, mode, data, labels, name):
@@ -271,7 +260,7 @@ def test_final_norm_of_a_frozen_encoder(tune, monkeypatch):
     assert torch.equal(plain(x), plain.norm(none(x))) and not torch.equal(plain(x), none(x))
 
 
-def test_few_labels(tune, tmp_path, capsys, refused, spy):
+def test_few_labels(tune, tmp_path, capsys, spy):
     """A fraction of each class's images, at least one. Validation is rarer, so that it covers no
     more images than training."""
     for part, n in (("train", 20), ("val", 4)):
@@ -300,10 +289,6 @@ def test_few_labels(tune, tmp_path, capsys, refused, spy):
     banks = spy(finetune, "knn", lambda model, train, *_: len(train.labels))
     content, row = tune("--mode", "knn", *words, name="knn")
     assert content is None and row["top1"] == 100 and banks == [7]
-    assert re.search(r"top1 100.00, .* largest class 33.33 %", capsys.readouterr().out)
-    refused(finetune.main, ["--checkpoint", "runs/mae", *words[:-1], "0"], "--labels")
-    (tmp_path / "data/train/d").mkdir()
-    refused(finetune.main, ["--checkpoint", "runs/mae/last.pt", *words], "class", "d")
 
 
 def test_flags_do_something(tune):
@@ -393,7 +378,6 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
     assert same({k: content["model"][k] for k in encoder}, encoder)
     assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
     assert "not loaded: decoder_blocks" in said
-    assert "x.pth names no method: assuming 4 heads (--heads), and ImageNet's mean and std" in said
 
     tuned, split = fixture["state_dict"], train.open_data("ten", (32, 32), settings())[1]
     for pool, norm in (("token", "norm."), ("avg", "fc_norm.")):
@@ -406,7 +390,6 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
         rank = (scores > scores.gather(1, split.labels[:, None])).sum(1)
         wanted = {f"top{n}": 100 * (rank < n).float().mean().item() for n in (1, 5)}
         assert row == pytest.approx(wanted) and 0 < row["top5"] < 100
-        assert f"top5 {row['top5']:.2f}, of 50 images of ten" in capsys.readouterr().out
     refused(finetune.main, "--mode eval --checkpoint x.pth --heads 4".split(),
             "x.pth does not say which data it was trained on: pass --data")
     finetune.main([*words, "--name", "b"])                 # keeps a head of this size

@@ -1,13 +1,12 @@
 """What is special to HyperMAE: coordinates and features as in MINR, a layer that is predicted, and
-blocks that encoder and Feat2W share."""
+blocks that encoder and Feat2W share. The modulated MLP: tests/references.py."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hypermae
 import minr
-from hypermae import HyperMAE, fourier_features
+from hypermae import HyperMAE
 from tests.test_methods import build, images_and_noise
 from train import method_arguments
 
@@ -38,23 +37,6 @@ def test_coordinates(loss_on, spy):
     for coords, ids in zip(seen, (ids_mask if loss_on == "masked" else every, every)):
         wanted = torch.stack([(2 * (ids // 6) + 1) / 4 - 1, (2 * (ids % 6) + 1) / 6 - 1], dim=2)
         assert torch.allclose(coords, wanted)
-
-
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("modulated_layer", [0, 1, 2])
-def test_paco_mlp(modulated_layer, around):
-    """M and three shared layers, and which of them a ReLU follows (item 1)."""
-    model = build("hypermae", modulated_layer=modulated_layer, relu_around_m=around, out_bias=0.3)
-    (A, B, C), relu, maybe = model.paco_mlp, F.relu, F.relu if around else lambda z: z
-    coords, M = torch.rand(2, 5, 2), torch.randn(2, len(model.T), 12)
-    z = fourier_features(coords, 8, 4.0)
-    if modulated_layer == 0:
-        wanted = C(relu(B(relu(A(maybe(z @ M))))))
-    elif modulated_layer == 1:
-        wanted = C(relu(B(maybe(maybe(A(z)) @ M))))
-    else:
-        wanted = C(maybe(maybe(B(relu(A(z)))) @ M))
-    assert torch.allclose(model.decode(coords, M), wanted + 0.3, atol=1e-5)
 
 
 def test_shared_blocks():

@@ -1,32 +1,10 @@
-"""What MAE is about: a decoder whose mask tokens take the places of masked patches."""
+"""MAE's attention. Its loss and predictions: test_methods.py."""
 
 import pytest
-import torch
 from torch import nn
 
 from crossmae import decoder_attention
 from tests.test_methods import build, images_and_noise
-from vit import unpatchify
-
-
-def test_the_order_of_tokens_does_not_matter():
-    """As in paper and release, the decoder's tokens are restored to raster order here, and all
-    patches predicted: the images and the loss are the same (items 1 and 2)."""
-    model, (images, noise) = build("mae", norm_pix_loss=False), images_and_noise()
-    ids_keep, ids_mask, mask = model.encoder.mask(images, noise, 0.75)
-    latent = model.decoder_embed(model.encoder(images, ids_keep))      # (3, 7, E)
-    tokens = model.mask_token.repeat(3, 24, 1)
-    for b in range(3):
-        tokens[b, ids_keep[b]] = latent[b, 1:]
-    x = torch.cat([latent[:, :1], tokens], dim=1) + model.decoder_pos_embed
-    for block in model.decoder_blocks:
-        x = block(x)
-    wanted = unpatchify(model.decoder_pred(model.decoder_norm(x))[:, 1:], 4, (4, 6))
-    decoded, _ = model.reconstruct(images, noise)
-    assert torch.allclose(decoded, wanted, atol=1e-5)
-    masked = model.encoder.pixels_of(mask).bool().expand_as(images)
-    loss = (wanted - images)[masked].square().mean()
-    assert torch.allclose(model(images, noise)[0], loss, atol=1e-6)
 
 
 def test_decoder_attention():

@@ -33,6 +33,7 @@ def test_python(pretrain, folder, monkeypatch):
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
     init = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
+    pretrain("--method", "imae", "--teacher", "own.pt", "--img_size", "32", "--epochs", "0", own=[])
     name = "encoder.norm.weight"
     assert torch.equal(init["model"][name], torch.load("own.pt")["model"][name])
     finetune.main(["--checkpoint", "own.pt", *words, "--name", "mae_shapes_finetune"])

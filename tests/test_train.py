@@ -29,7 +29,7 @@ from mae import MAE
 from tests.conftest import DECODER, ROOT, TINY, same, script, settings, together, write_pictures
 from tests.golden import load
 from tests.test_methods import BASE, flags
-from vit import InputError, denormalize, from_released, pair, patchify, to_released
+from vit import InputError, denormalize, from_released, pair, patchify
 
 
 def log(name="mae"):
@@ -275,7 +275,6 @@ def test_cifar_is_downloaded_once_on_each_disk(tmp_path, monkeypatch, shared):
 
 
 def test_cifar(tmp_path, monkeypatch):
-    """--train_images keeps the same ones again. Other sizes work."""
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     monkeypatch.chdir(tmp_path)
     images = train.open_data("cifar10", None, settings())[0].images
@@ -283,9 +282,7 @@ def test_cifar(tmp_path, monkeypatch):
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
     train.main(["--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32", "--name", "larger"])
     assert train.read("runs/larger")["config"]["img_size"] == (48, 32)
-    some, again = (train.open_data("cifar10", None, settings(train_images=9))[0].images
-                   for _ in range(2))
-    assert len(some) == 9 and torch.equal(some, again)
+    assert len(train.open_data("cifar10", None, settings(train_images=9))[0].images) == 9
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -581,24 +578,13 @@ def test_what_changes_nothing(pretrain):
         assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
 
 
-def test_a_run_leaves_everything(pretrain, folder, capsys):
+def test_a_run_leaves_everything(pretrain, capsys):
     content = pretrain("--img_size", "16,24")
     said, rows = capsys.readouterr().out, log()
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
     assert Image.open("runs/mae/recon.png").size == (4 * 122 + 2, 8 * 82 + 2)
-    for part in ('next    python finetune.py --checkpoint "runs/mae/last.pt"', "40 train, 11 val",
-                 "16x24 px in 4x6 patches of 4x4 px",
-                 "2 epochs (1 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002"):
-        assert part in said
-    pretrain("--data", str(folder / "train"), "--img_size", "8", "--epochs", "0",
-             "--eval_images", "1", name="flat")
-    flat = capsys.readouterr().out                         # files without labels
-    assert "val, in memory; 16x24" in said and " 1 val, read from files; 8x8" in flat
-    assert 'next    python train.py --eval "runs/flat/last.pt"' in flat
+    assert "40 train, 11 val, in memory; 16x24 px in 4x6 patches of 4x4 px" in said
     assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows
-    for row in rows:
-        scores = f"loss {row['loss']:.4f}, psnr_masked {row['psnr_masked']:.2f}, "
-        assert f"epoch {row['epoch']}: {scores}" in said
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
     assert content["torch"] == torch.__version__ and content["mean"] == MAE.mean
@@ -707,21 +693,6 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys, ref
             "cannot tell the number of heads from mae.pth: pass --heads")
 
 
-def test_sizes_in_a_checkpoint_of_ones_own_loop(pretrain, folder):
-    """They may be ints, and in_chans may be left out, as in REFERENCE.md; so in released files."""
-    config = dict(img_size=16, patch_size=4, dim=16, depth=2, heads=2, decoder_dim=16,
-                  decoder_heads=2)
-    model = MAE(**config)
-    pretrain("--epochs", "0")                              # goes to the temporary folder
-    torch.save(dict(method="mae", config=config, model=model.state_dict()), "own.pt")
-    torch.save(to_released(model), "released.pth")
-    pretrain("--method", "imae", "--teacher", "own.pt", "--epochs", "0", name="imae")
-    for path in ("own.pt", "released.pth"):
-        row = finetune.main(["--data", str(folder), "--checkpoint", path, "--workers", "0",
-                             "--epochs", "0", "--heads", "2"])
-        assert row["top1"] > 0
-
-
 def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
     """With optimizer state they would be several GB for each process."""
     refs, left, read = [], [], train.read
@@ -780,7 +751,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, mo
 
 
 # -------------------------------------------------------------------------------- one's own methods
-def test_a_method_of_your_own(pretrain, folder, refused, monkeypatch):
+def test_a_method_of_your_own(pretrain, monkeypatch):
     """It may have metrics and flags of its own, and return a bool mask."""
     class Own(MAE):
         """
@@ -806,9 +777,6 @@ def test_a_method_of_your_own(pretrain, folder, refused, monkeypatch):
         patch.setattr(Own, "reconstruct", MAE.reconstruct)             # its mask is of floats
         again = pretrain("--method", "own", name="again", own=[])["history"][-1]
     assert again["psnr_masked"] == content["history"][-1]["psnr_masked"]
-    words = ["--method", "own", "--data", folder, *TINY, "--name", "own", "--resume"]
-    refused(train.main, [*words, "--own_flag", "3"],
-            "own_flag was 2, is 3. Its command was python", "--own_flag 2")
 
 
 @pytest.mark.parametrize("name, error", [("forward", TypeError), ("reconstruct", ValueError)])
@@ -879,17 +847,14 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     column with the same pictures. Classifiers are skipped."""
     runs = {"mae": pretrain(), "half": pretrain("--decoder_depth", "2", name="half")}
     finetune.main("--checkpoint runs/mae/last.pt --epochs 0 --name tuned --workers 0".split())
-    capsys.readouterr()
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval"]
     rows = train.main([*words, *(f"runs/{name}/last.pt" for name in ("mae", "tuned", "half"))])
-    note, title, *table = capsys.readouterr().out.splitlines()
-    assert "skipping runs/tuned/last.pt" in note and "mean over 11 images" in title
+    assert "skipping runs/tuned/last.pt" in capsys.readouterr().out
     assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
         ("mae", 0.5), ("mae", 0.75), ("half", 0.5), ("half", 0.75)]
-    for name, row, line in (("mae", rows[1], table[2]), ("half", rows[3], table[4])):
+    for name, row in (("mae", rows[1]), ("half", rows[3])):
         for key in ("psnr_masked", "psnr_image", "psnr_decoded"):
             assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
-            assert f"{row[key]:.3f}" in line
     for name, column, wanted in (("mae", 0, 0), ("mae", 1, 1), ("mae", 2, 3), ("half", 3, 3)):
         picture = cells(f"runs/{name}/recon.png", wanted)
         assert np.array_equal(cells("runs/mae/eval_mae_half.png", column), picture)

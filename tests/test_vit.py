@@ -39,17 +39,6 @@ def test_normalize_and_back():
     assert per_channel(MAE.mean, raw.device) is per_channel(MAE.mean, raw.device)
 
 
-def test_positions():
-    """Each half of the channels has sines, then cosines: of the column, then of the row."""
-    table = sincos_pos_embed(12, (2, 3))
-    assert table.shape == (1, 7, 12) and not table[0, 0].any()
-    for y in range(2):
-        for x in range(3):
-            angles = [[place * 10000 ** (-i / 3) for i in range(3)] for place in (x, y)]
-            wanted = [f(a) for part in angles for f in (math.sin, math.cos) for a in part]
-            assert table[0, 1 + 3 * y + x].tolist() == pytest.approx(wanted, abs=1e-6)
-
-
 def test_resized_positions():
     """Bicubically: four neighbours, weighted by a cubic (a = -0.75), clamped at the border."""
     table = sincos_pos_embed(16, (4, 4))
