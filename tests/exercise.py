@@ -294,8 +294,8 @@ def remove_here(names):
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))
         if not body or body != body_of(name, git("show", f"HEAD:./{file}")):
             refuse(f"{name} is not as in the last commit (removed already?), so git could not "
-                   f"restore it. To keep your version: git commit -m mine {file}. To discard all "
-                   f"changes of the file: git checkout HEAD -- {file}")
+                   f"restore it. git stash push {file} keeps your version of the file, git checkout "
+                   f"HEAD -- {file} discards it")
     for name in names:
         item, line = EXERCISES[name], remove(ROOT, name, name)
         print(f"{file_of(name)}, line {line}: {name}: {item.task} ({item.section})")
@@ -323,7 +323,7 @@ def handout(folder, names):
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the sources named in its place and the paper tell you what it must do. The "
             "checks compare your results with plain-loop references in `tests/references.py`; try "
-            "not to look at those. Speed and ties are not checked.",
+            "not to look at those. Ties, speed and errors for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
             "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`"]

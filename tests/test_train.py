@@ -282,7 +282,9 @@ def test_cifar(tmp_path, monkeypatch):
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
     train.main(["--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32", "--name", "larger"])
     assert train.read("runs/larger")["config"]["img_size"] == (48, 32)
-    assert len(train.open_data("cifar10", None, settings(train_images=9))[0].images) == 9
+    some, again = (train.open_data("cifar10", None, settings(train_images=9))[0].images
+                   for _ in range(2))
+    assert len(some) == 9 and torch.equal(some, again)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -329,11 +331,6 @@ def test_crops_on_the_device():
     mirrored = (flipped - whole.flip(3)).abs().amax((1, 2, 3)) < 1e-3
     untouched = (flipped - whole).abs().amax((1, 2, 3)) < 1e-3
     assert 15 < mirrored.sum() < 49 and (mirrored | untouched).all()
-    ramp = torch.arange(16.0).expand(64, 3, 12, 16).mul(10).byte()     # its slope is the zoom
-    zoomed = crop(ramp, crop=0.2)
-    slopes = (zoomed[..., 9] - zoomed[..., 6])[:, 0, 5] / 30
-    assert slopes.unique().numel() > 50                    # each image has its own crop
-    assert 0.3 < slopes.min() and slopes.max() <= 1.001    # width: sqrt(.2 * 3/4) ... 1
     half = crop(images[32:], 0.2, True, world=2, rank=1)   # of two processes
     assert torch.equal(half, crop(images, 0.2, True)[32:])
 
@@ -533,14 +530,9 @@ def test_help(main, words, dry, capsys):
     differs, for small ones."""
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), "--help"])
-    usage, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
-    shown = {}
-    for entry in entries:
-        name, text = re.fullmatch(r"(?:-h, )?--(\w+)(?:, --no-\w+| [A-Z]+| \S+ \[.*\])? (.*)",
-                                  " ".join(entry.split("\n\n")[0].split())).groups()
-        shown[name] = text.replace("small images: ", "").rpartition("(")[2].rstrip(")").split("; ")
-        assert len(text) > 4, entry
-    assert usage.startswith("usage: python ") and len(shown) > 30
+    _, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
+    shown = {re.search(r"--(\w+)", entry)[1]: " ".join(entry.split()) for entry in entries}
+    assert len(shown) > 30 and all(len(text.split()) > 3 for text in shown.values())
     if "linear" in words:                                  # it needs a checkpoint
         return
     large, small = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
@@ -548,7 +540,7 @@ def test_help(main, words, dry, capsys):
     for name in {**getattr(cls, "recipe", finetune.FINETUNE), **train.method_arguments(cls)}:
         if name in large and large[name] is not None and name != "lr":
             values = [str(x[name]).strip("()").replace(" ", "") for x in (large, small)]
-            assert shown[name] == [*dict.fromkeys(values)], name
+            assert f"({'; small images: '.join(dict.fromkeys(values))})" in shown[name]
 
 
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
@@ -670,7 +662,7 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
 
 
 # ------------------------------------------------------------------------------------- checkpoints
-def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys, refused):
+def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
     torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
     words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
@@ -689,8 +681,6 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys, ref
                 "--epochs", "0"])                          # its sizes are taken over: not 16 pixels
     sizes = train.read("runs/sizes/last.pt")["config"]
     assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
-    refused(train.main, ["--data", folder, "--img_size", "32", "--init", "mae.pth"],
-            "cannot tell the number of heads from mae.pth: pass --heads")
 
 
 def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
