@@ -294,7 +294,7 @@ def remove_here(names):
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))
         if not body or body != body_of(name, git("show", f"HEAD:./{file}")):
             refuse(f"{name} is not as in the last commit (removed already?), so git could not "
-                   f"restore it. git stash push {file} keeps your version of the file, git checkout "
+                   f"restore it. git stash push {file} keeps your version of it, git checkout "
                    f"HEAD -- {file} discards it")
     for name in names:
         item, line = EXERCISES[name], remove(ROOT, name, name)

@@ -51,7 +51,7 @@ mean = patches.mean(-1, keepdim=True)
 var = ((patches - mean) ** 2).sum(-1, keepdim=True) / (patches.shape[-1] - 1)
 std = torch.sqrt(var + 1e-6)
 return (patches - mean) / std, mean, std""", [
-        ("shape[-1] - 1", "shape[-1]", "biased")]),
+        ("shape[-1] - 1", "shape[-1]", "called with: patches (2, 3, 4)")]),
     "vit.masking": ("""
 K = visible_count(noise.shape[1], mask_ratio)
 order = noise.argsort(dim=1)

@@ -11,7 +11,8 @@ import train
 from imae import ALPHAS, IMAE, check_same_class, draw_partners, ridge_r2
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
-from tests.conftest import TINY, same, stopping_after_two, together
+from tests.conftest import ROOT, TINY, same, stopping_after_two, together
+from tests.golden import load, replay
 from tests.test_methods import DECODER, SMALL, TEACHER, build, images_and_noise
 from vit import denormalize, normalize_patches, patchify, to_released
 
@@ -174,6 +175,14 @@ def test_figure():
         assert masked.float().mean() == 0.75 and torch.equal(row[1][~masked], row[0][~masked])
         assert torch.equal(row[3], torch.where(masked, row[2], row[0]))
     assert model.figures(images[:1]) == {}
+
+
+def test_golden_loss_without_distillation():
+    """It needs no latents of the teacher. As in the release, norm_pix_loss is ignored."""
+    fixture = load(ROOT / "tests/golden/imae.pt")
+    fixture["config"].update(distill=False, norm_pix_loss=True)
+    del fixture["teacher_latent_x1"], fixture["teacher_latent_x2"]
+    assert torch.allclose(replay(fixture)["loss"], fixture["loss_without_distill"], atol=2e-6)
 
 
 # --------------------------------------------------------------------- pairs in the training loop
