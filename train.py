@@ -1,12 +1,12 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-Read it from the top: `pretrain` opens the data, builds the model, and hands both to `fit`, which
-calls `train_epoch`, which calls `train_step`: forward, backward and optimizer step. After them come
-their helpers, then model and recipe, evaluation, data, checkpoints, processes, the command line.
+Read it from the top. `pretrain` opens the data, builds the model, and hands both to `fit`. `fit`
+calls `train_epoch` for each epoch, and that calls `train_step`: forward, backward, optimizer step.
+Then come helpers, model and recipe, evaluation, data, checkpoints, processes, the command line.
 
-Each step is seeded from (seed, epoch, step). Each process draws the random numbers of the whole
-batch and keeps its part, so N processes pretrain like one. Crops of files are drawn from (seed,
-epoch, image). A resumed run needs no saved random state. finetune.py uses the same loop.
+Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
+and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
+(seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
 A method is a class like those in METHODS; tests/REFERENCE.md lists what it must provide ("Forks").
 """
@@ -51,7 +51,7 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 # --------------------------------------------------------------------------------------- training
 def pretrain(args):
-    """Train the model of --method on --data, and return the last row of its log. `args` holds the
+    """Train the model of --method on --data, and return the last row of log.jsonl. `args` holds the
     flags and, from start_processes, rank, world, local_rank, device and dtype."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
@@ -61,8 +61,8 @@ def pretrain(args):
     model, config = build_model(args, train, img_size, init)
     del init                                               # its weights are in the model now
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
-    args.same_draws = True                                 # for MINR's pixels: see train_step
-    if train.transform:                                    # files: crop at random, not the centre
+    args.same_draws = True                                 # MINR's random pixels: see train_step
+    if train.transform:                                    # files: random crops, not centre crops
         train.transform = crop_transform(img_size, args)
 
     def make_inputs(images, labels):
@@ -70,7 +70,7 @@ def pretrain(args):
         parts = images.chunk(2 if args.pairs else 1)
         crops = parts if train.transform else [crop_batch(x, img_size, args) for x in parts]
         images, *partners = [normalize(x, model) for x in crops]
-        # noise decides the mask: the patches of an image with the lowest noise stay visible
+        # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
         alpha = [model.draw_alpha(args.device)] if args.pairs else []
         return images, local_part(noise, args), *partners, *alpha
@@ -80,15 +80,15 @@ def pretrain(args):
               evaluate, method=args.method, config=config)
     folder = Path(args.runs, args.name)
     script = "finetune.py --checkpoint" if train.classes else "train.py --eval"
-    print(f"see     {folder / 'recon.png'}: original, masked, decoded, visible pixels copied")
+    print(f"see     {folder / 'recon.png'}: original, masked, decoded, decoded with visible pixels")
     print(f'next    python {script} "{folder / "last.pt"}"')
     return row
 
 
 def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
-    """Train for --epochs and return the last row of log.jsonl. make_inputs(images, labels) returns
-    the model's arguments; evaluate() returns {name: value} and the columns of recon.png, if any;
-    `content` is saved in last.pt."""
+    """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
+    returns the model's arguments. evaluate() returns scores {name: value} and the columns of
+    recon.png, if any. `content` is saved in last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n, f"--batch_size {args.batch_size} exceeds the {n} training images")
     require(args.batch_size % pieces == 0, f"--batch_size {args.batch_size} is not divisible by "
@@ -108,7 +108,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
             log.write_text("".join(json.dumps(row) + "\n" for row in history))
 
     def evaluate_and_save(row):
-        """Add the scores to the row of an epoch, and write last.pt and recon.png."""
+        """Evaluate, add the scores to this epoch's row, and write last.pt and recon.png."""
         began = perf_counter()
         scores, columns = evaluate()
         row.update(scores, eval_s=round(perf_counter() - began, 2))
@@ -120,10 +120,10 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
             if columns:
                 save_picture(columns, folder / "recon.png")
 
-    if args.epochs == 0 and not history:                   # a model that was not trained
+    if args.epochs == 0 and not history:                   # no training: save the initial model
         history.append({"epoch": 0})
         evaluate_and_save(history[0])
-    write_log()                                            # cut back to what last.pt holds
+    write_log()                                            # drop rows that are newer than last.pt
     for epoch in range(start, args.epochs):
         row = train_epoch(epoch, net.train(), optimizer, scaler, train, make_inputs, args)
         history.append(row)
@@ -140,19 +140,19 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
 def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
     """Train for an epoch and return its row for the log."""
     totals, steps = {}, len(train.labels) // args.batch_size
-    epoch_seed = hash((args.seed, epoch))                  # integers hash alike everywhere
+    epoch_seed = hash((args.seed, epoch))                  # integers hash the same everywhere
     batches = draw_batches(train, steps, epoch_seed, args)
     pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
     bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
                steps, unit="img", unit_scale=args.batch_size, leave=False, mininterval=pause,
                delay=pause, disable=args.rank > 0)
-    began = asked = perf_counter()                         # asked: when a batch was last asked for
+    began = asked = perf_counter()                         # asked: when a batch was last requested
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
         lr = learning_rate(epoch + (step - 1) / steps, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)             # finetune.py: by layer
+            group["lr"] = lr * group.get("lr_factor", 1.0)             # finetune: layer decay
         step_seed = hash((args.seed, epoch, step))
         torch.manual_seed(step_seed)                       # seeds crops, masks and mixing
         inputs = make_inputs(images, labels)
@@ -172,15 +172,15 @@ def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
 
 
 def train_step(net, optimizer, scaler, inputs, seed, args):
-    """Take one optimizer step on `inputs`, the arguments of net, in --accum pieces. Returns the
-    metrics, {name: value}, on the device. Never synchronises host and device."""
+    """Take one optimizer step on the batch `inputs`, the arguments of net, in --accum pieces.
+    Returns metrics {name: value} on the device. Never synchronises host and device."""
     metrics = {}
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # 0-dim: i-MAE's alpha
-        # in pretraining all pieces and processes draw the same numbers inside the model (MINR's
-        # pixels); in fine-tuning each draws its own (drop path)
+        # random numbers drawn inside the model: in pretraining the same for all pieces and
+        # processes (MINR's pixels); in fine-tuning different ones for each (drop path)
         torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
-        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: in the last piece
+        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: last piece only
         with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 loss, values = net(*piece)
@@ -197,17 +197,17 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 
 def check_finite(loss, weights, scaler, place):
-    """Exit if the loss or a weight is not finite. In fp16 the scaler skips steps that overflow, and
-    lowers its scale each time: the loss only counts when that does not help."""
-    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # 1 without fp16
+    """Exit if the loss or a weight is not finite. In fp16 the scaler skips each step that
+    overflows and lowers its scale. The loss is therefore checked only once the scale is <= 1."""
+    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # scale 1 without fp16
     if not all(x.isfinite().all() for x in values):
         raise SystemExit(f"loss or weights are not finite at {place}: --resume with --clip_grad or "
                          f"a lower --lr")
 
 
 def draw_batches(train, steps, seed, args):
-    """Return this process's indices (b,) for each step of an epoch; for pairs, images and then
-    their partners."""
+    """Return this process's image indices (b,) for each step of an epoch. For pairs, the indices of
+    all images come first, then those of their partners."""
     torch.manual_seed(seed)
     order = torch.randperm(len(train.labels))[:steps * args.batch_size]
     batches = [local_part(ids, args) for ids in order.split(args.batch_size)]
@@ -219,9 +219,9 @@ def draw_batches(train, steps, seed, args):
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0 to lr
-    over warmup_epochs; the first step gets 0 (release). It then stays constant, or falls from lr to
-    min_lr along half a cosine, until args.epochs."""
+    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly to lr over
+    warmup_epochs, from 0 at the first step (as in the release). It then stays constant, or falls
+    from lr to min_lr along half a cosine, until args.epochs."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -231,7 +231,7 @@ def learning_rate(t, args):
 
 
 def decay_groups(model, weight_decay):
-    """Return parameter groups, with and without weight decay: biases and norms get none."""
+    """Return two parameter groups, with and without weight decay: biases and norms are exempt."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [dict(params=[p for p in trained if p.ndim > 1], weight_decay=weight_decay),
             dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
@@ -245,7 +245,7 @@ def make_optimizer(args, groups):
 
 
 def wrap(model, args):
-    """Prepare the model for the loop: gradient checkpointing, DistributedDataParallel and
+    """Prepare the model for training: gradient checkpointing, DistributedDataParallel and
     torch.compile, as requested."""
     if args.grad_checkpointing:
         for module in model.modules():
@@ -277,8 +277,8 @@ def describe(args, model, train, val):
 
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, train, img_size, init):
-    """Return the model of --method as it is before training, and its constructor's arguments.
-    `init` is the content of --init."""
+    """Return the model of --method before training, and its constructor arguments. `init` is the
+    content of the --init checkpoint."""
     cls, lr_given = METHODS[args.method], args.lr is not None
     config = vit_config(args, img_size, init["config"])
     apply_recipe(args, {**method_arguments(cls), **cls.recipe}, {**cls.small, **cls.small_model},
@@ -302,8 +302,8 @@ def build_model(args, train, img_size, init):
 
 
 def vit_config(args, img_size, source):
-    """Return the encoder's constructor arguments: each from its own flag, then --size,
-    then `source`, which is a checkpoint's config or {}, then the default."""
+    """Return the encoder's constructor arguments. Each comes from the first of these that sets it:
+    its own flag, --size, `source` (a checkpoint's config or {}), the default."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
     config = dict(img_size=img_size, patch_size=patch_size, in_chans=3,
                   **SIZES[args.size or "micro"])
@@ -321,9 +321,9 @@ def method_arguments(cls):
 
 
 def apply_recipe(args, recipe, small, config, n):
-    """Fill in each flag that was not given: from the recipe or, for images up to 64 pixels and for
-    the micro encoder, from `small`. `config` holds the encoder's sizes. n is the number of training
-    images; the default batch size is at most a tenth of it."""
+    """Fill in each flag that was not given, from `recipe`. For images up to 64 pixels, and for the
+    micro encoder, the values in `small` replace those in `recipe`. `config` holds the encoder's
+    sizes. The default batch size is at most a tenth of n, the number of training images."""
     if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
         recipe = {**recipe, **small}
     recipe = {**SHARED, **recipe}
@@ -333,11 +333,11 @@ def apply_recipe(args, recipe, small, config, n):
             setattr(args, name, value)
     if "batch_size" not in given and args.batch_size > n / 10:
         usual, args.batch_size = args.batch_size, 2 ** max(1, int(math.log2(n / 10)))
-        print(f"note    batch size {args.batch_size} instead of {usual}, as there are {n} images")
+        print(f"note    batch size {args.batch_size} instead of {usual}: only {n} training images")
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
     if "warmup_epochs" not in given and 2 * args.warmup_epochs > args.epochs > 0:
-        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])   # a short run: in proportion
+        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])   # shortened like the run
     require(args.warmup_epochs <= args.epochs or args.epochs == 0,
             f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
@@ -375,8 +375,8 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 
 @torch.no_grad()
 def compare(args):
-    """--eval: print PSNR rows of checkpoints, and each method's own measures and figures. Writes a
-    picture of their reconstructions, named after their runs."""
+    """Run --eval: print the checkpoints' PSNR, and each method's own measures. Writes each method's
+    own figures, and one picture of all reconstructions, named after the runs."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
     paths, rows, columns, notes, size = [], [], [], [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
@@ -410,14 +410,14 @@ def compare(args):
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
-          as_table(rows), *notes, f"see     {picture}: original, masked, each checkpoint", sep="\n")
+          as_table(rows), *notes, f"see     {picture}: original, masked, reconstructions", sep="\n")
     return rows
 
 
 def analyse(model, train, val, args):
-    """Return the papers' further analyses: {title: rows}, and figures {name: (caption, cells)}."""
+    """Return the papers' other analyses: tables {title: rows}, figures {name: (caption, cells)}."""
     images = []
-    for data in (train, val):                              # at most 1,000 of each, all in memory
+    for data in (train, val):                              # at most 1,000 images each, in memory
         batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size,
                                                 min(args.eval_images, 1000))]
         images.append(normalize(torch.cat(batches), model))            # (b, 3, H, W)
@@ -428,7 +428,7 @@ def analyse(model, train, val, args):
 
 
 def save_picture(columns, path):
-    """Write columns [(rows,C,H,W)] in [0, 1] as a picture; small ones enlarged to 128 pixels."""
+    """Write columns [(rows,C,H,W)] in [0, 1] as a picture. Enlarges small images up to 128 px."""
     H, W = columns[0].shape[2:]
     size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
     cells = torch.stack([F.interpolate(x, size) for x in columns], dim=1).flatten(0, 1)
@@ -445,10 +445,9 @@ def as_table(rows):
 
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
-    """Training or validation images, with labels (N,), -1 for none, and class names. `images` is a
-    uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files always have,
-    workers load the images one by one. Without a transform, crop_batch crops a whole batch at once.
-    """
+    """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
+    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. Files always have a `transform`.
+    With it, workers load images one by one; without it, crop_batch crops a whole batch at once."""
 
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
@@ -457,15 +456,15 @@ class ImageDataset(Dataset):
         self.broken = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, i):
-        """Return image i, with random transforms seeded by (seed, i), and its label."""
+        """Return image i and its label. Random transforms are seeded from (seed, i)."""
         image, label = self.read(i)
         # torch.manual_seed would also seed GPUs, which takes 100 times as long
         torch.default_generator.manual_seed(hash((self.seed, i)))
         return (self.transform(image) if self.transform else image), label
 
     def read(self, i):
-        """Return image i and its label. A file that cannot be read is reported once, and the next
-        one replaces it."""
+        """Return image i and its label. A file that cannot be read is reported once and replaced
+        by the next readable file."""
         if torch.is_tensor(self.images):
             return self.images[i], self.labels[i]
         n = len(self.images)
@@ -475,7 +474,7 @@ class ImageDataset(Dataset):
                 return read_image(self.images[k]), self.labels[k]
             except Exception as error:                     # a broken file can raise anything
                 if not self.broken[k]:
-                    tqdm.write(f"{self.images[k]} is replaced by the next one: {error}",
+                    tqdm.write(f"{self.images[k]} is replaced by the next file: {error}",
                                file=sys.stderr)
                 self.broken[k] = True
         raise InputError(f"none of {min(n, 100)} images can be read")
@@ -488,15 +487,15 @@ class ImageDataset(Dataset):
 
 
 def open_data(name, img_size, args):
-    """Return the train and val ImageDataset of --data, and their (H, W). Images that are kept in
-    memory are on the device."""
+    """Return the train and val ImageDataset for --data, and the image size (H, W). Images that are
+    kept in memory are on the device."""
     if name == "shapes":
         size = img_size or (32, 32)
         datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES])     # n is also the seed
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # rank 0 downloads, then one process of each machine, which may have its own disk
+        # first rank 0 downloads, then one process per other machine (it may have its own disk)
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
@@ -518,45 +517,45 @@ def open_data(name, img_size, args):
 
 
 def open_folder(root, img_size, args):
-    """Return the train and val ImageDataset of a folder, and their (H, W).
+    """Return the train and val ImageDataset of a folder, and the image size (H, W).
 
-    Images are kept in memory if they are small and few. Small: none of 50 samples is larger than
-    img_size or, without it, than 223 pixels. Few: all images, counted once for each process of
-    this machine, take at most MEMORY bytes. Otherwise files are read every epoch."""
+    Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
+    or, without img_size, 223 pixels. Few: with a copy for each process on this machine, all images
+    take at most MEMORY bytes in total. Otherwise files are read again in every epoch."""
     train, val = [ImageDataset(*part) for part in list_folder(root)]
     n = len(train.labels)
     shapes = [train[i][0].shape for i in range(0, n, math.ceil(n / 50))]
     _, high, wide = (max(sides) for sides in zip(*shapes))
-    val[0]                                                 # InputError if none can be read
+    val[0]                                                 # InputError if no val file can be read
     if img_size is not None:
         H, W = img_size
         fits = high <= H and wide <= W
     else:                                                  # the images' own size, or 224 x 224
         fits = max(high, wide) < 224
         sides = (high, wide) if fits else (224, 224)
-        # rounded down to a multiple of --patch_size, by default of 16, or of 8 below 128 pixels
+        # round down to a multiple of --patch_size or, if not given, of 16 (8 below 128 pixels)
         units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # one per process; on a GPU in its memory
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # one per process (GPU: in GPU memory)
     in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
-    for dataset in (train, val):         # for files the central 7/8, as in MAE: 224 of 256 pixels
+    for dataset in (train, val):         # files: the central 7/8, as in MAE (224 of 256 pixels)
         dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
         if in_memory:
             pieces = torch.arange(len(dataset.labels)).split(PIECE)
             loader = tqdm(file_loader(dataset, pieces, args), "reading", leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
             for ids, (part, labels) in zip(pieces, loader):
-                images[ids], dataset.labels[ids] = part, labels  # labels, as files may be replaced
+                images[ids], dataset.labels[ids] = part, labels  # a replacement has its own label
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
 
 
 def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
-    from a plain folder of images. About 5% of these, chosen by a hash of the name, are held out."""
+    from a plain folder, where a hash of the file name selects about 5% of the images for val."""
     if (root / "train").is_dir():
-        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add it, or pass "
-                                         f"--data {root / 'train'} for images without labels")
+        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
+                                         f"--data {root / 'train'} to train without labels")
         train, val = (ImageFolder(root / part) for part in ("train", "val"))
         different = sorted({*train.classes} ^ {*val.classes})
         require(not different, f"--data {root}: only one of train/ and val/ has the class "
@@ -570,7 +569,7 @@ def list_folder(root):
                             f"at least two are needed")
     names = [Path(file).relative_to(root).as_posix() for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
-    # a fixed threshold: new files do not move old ones; at least one in train and in val
+    # a fixed threshold, so that new files do not move old ones; at least one image in each part
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
     train = [file for file, code in zip(files, codes) if code > limit]
     val = [file for file, code in zip(files, codes) if code <= limit]
@@ -578,12 +577,12 @@ def list_folder(root):
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
-PIECE = 64  # images that a worker loads at a time; 4,096 would take 12 s and 9.9 GB at first
+PIECE = 64  # images a worker loads at a time; 4,096 would delay epochs by 12 s and take 9.9 GB
 
 
 def file_loader(dataset, pieces, args):
-    """Return a loader that yields images (b,C,H,W), uint8, and labels (b,) for each of `pieces`,
-    which are indices (b,). Workers read and transform the images."""
+    """Return a DataLoader that yields images (b,C,H,W), uint8, and labels (b,) for each tensor of
+    indices (b,) in `pieces`. Workers read and transform the images."""
     workers = min(args.workers, len(pieces))
     fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
     return DataLoader(dataset, batch_sampler=[ids.tolist() for ids in pieces], num_workers=workers,
@@ -592,14 +591,14 @@ def file_loader(dataset, pieces, args):
 
 
 def load_images(dataset, batches, args, seed=0):
-    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each of `batches`, which
-    are indices (b,). Images come from memory or, with a transform, from workers."""
+    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each tensor of indices
+    (b,) in `batches`. Images come from memory or, with a transform, from workers."""
     to_device = dict(device=args.device, non_blocking=args.device.type == "cuda")
     if dataset.transform is None:
         for ids in batches:
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
-    dataset.seed = seed                                    # before the workers get a copy
+    dataset.seed = seed                                    # before workers copy the dataset
     pieces = [piece for ids in batches for piece in ids.split(PIECE)]
     loaded = iter(file_loader(dataset, pieces, args))
     for ids in batches:
@@ -609,8 +608,8 @@ def load_images(dataset, batches, args, seed=0):
 
 
 def val_batches(dataset, args, img_size, most=None):
-    """Yield this process's batches (indices, images, labels) from a fixed random choice of at most
-    `most` images. A batch is at most 250 images, and no larger than a training piece."""
+    """Yield this process's batches (indices, images, labels) from a fixed random subset of at most
+    `most` images. A batch is at most 250 images, and no larger than one accumulation step."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     share = order[:most].tensor_split(args.world)[args.rank]
     size = max(1, args.batch_size // (args.world * args.accum))
@@ -621,13 +620,13 @@ def val_batches(dataset, args, img_size, most=None):
 
 def crop_batch(images, img_size, args):
     """Crop, resize and flip this process's in-memory images (b,C,H,W) like crop_transform, but
-    with bilinear interpolation and one crop for each image (torchvision: one for the batch).
-    Returns floats. Crops taller or wider than the image are clipped to it. Images whose aspect
-    ratio differs from img_size's are stretched, as in validation."""
+    with bilinear interpolation. Each image gets its own crop; torchvision would draw one for the
+    whole batch. Returns floats. Crops taller or wider than the image are clipped to it. As in
+    validation, images are stretched if img_size has another aspect ratio."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, root, y, x, coin = draws.unbind(1)                           # (b,) each, in [0, 1)
-    area = args.crop + (1 - args.crop) * area              # as a fraction of the image's
-    # square root of the aspect ratio w / h, which is from 3/4 to 4/3; 1 without a crop
+    area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
+    # square root of the aspect ratio w / h, which is in [3/4, 4/3], or 1 without a crop
     root = ((2 * root - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
     h, w = (area.sqrt() / root).clamp(max=1), (area.sqrt() * root).clamp(max=1)
     y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
@@ -641,8 +640,8 @@ def crop_batch(images, img_size, args):
 
 
 def crop_transform(img_size, args, *more):
-    """Return torchvision's random resized crop and flip of an image (C,h,w), followed by `more`.
-    Without `more`, images in memory are cropped by crop_batch instead."""
+    """Return a transform of an image (C,h,w): torchvision's random resized crop and flip, then
+    `more`. Images in memory use it only with `more`; otherwise crop_batch crops them."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -650,8 +649,8 @@ def crop_transform(img_size, args, *more):
 
 
 def center_crop(image, img_size, share):
-    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has img_size's aspect
-    ratio, and its sides are `share` of the largest possible ones."""
+    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop is the largest one
+    with the aspect ratio of img_size, its sides multiplied by `share`."""
     (h, w), (H, W) = image.shape[1:], img_size
     scale = share * min(h / H, w / W)
     crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
@@ -659,10 +658,10 @@ def center_crop(image, img_size, share):
 
 
 def read_image(file):
-    """Read an image as RGB (3,H,W), uint8, upright, with transparency shown as white; JPEGs take a
-    fast path."""
+    """Read an image file as RGB (3,H,W), uint8, rotated upright, with transparent pixels on a white
+    background. JPEGs take a fast path."""
     data = torchvision.io.read_file(file)
-    if data[:2].tolist() == [0xFF, 0xD8]:                  # every JPEG starts like this
+    if data[:2].tolist() == [0xFF, 0xD8]:                  # the first bytes of every JPEG
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     image = ImageOps.exif_transpose(Image.open(file))
     require(image.mode != "F", "floating-point images are not supported")
@@ -674,8 +673,8 @@ def read_image(file):
     return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
-# m, q, k of the outline, of radius (2^(k/2-1) (|cos ma/4|^k + |sin ma/4|^k)) ^ -1/q at angle a
-SHAPES = {  # (Gielis; the factor makes the largest radius 1)
+# m, q, k: at angle a, the outline has radius (2^(k/2-1) (|cos ma/4|^k + |sin ma/4|^k)) ^ -1/q
+SHAPES = {  # (Gielis's superformula; the factor 2^(k/2-1) makes the largest radius 1)
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
@@ -698,7 +697,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far off in every channel
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far from ground per channel
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
@@ -717,14 +716,14 @@ def name_run(args, name):
 
 
 def run_of(path):
-    """Return the name of a checkpoint's run or, if it is not a last.pt, of its file."""
+    """Return the name of a checkpoint's run or, if the file is not a last.pt, the file's name."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
 
 def save(path, content):
     """Write a checkpoint atomically: `path` holds either the complete old file or the complete new
-    one, also after a power failure."""
+    one, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:    # opened here: torch.save(path) would hide a full disk
         torch.save(content, file)
@@ -734,19 +733,19 @@ def save(path, content):
 
 
 def read(path, heads=None):
-    """Load a checkpoint without executing code from it: a dict with method (None for a released
-    file), config (constructor arguments), model (state dict), mean, std, flags and more. A folder
-    stands for its last.pt."""
+    """Load a checkpoint, or the last.pt of a folder, without executing code from it. Returns a dict
+    with method (None for a released file), config (constructor arguments), model (state dict),
+    mean, std, flags and more."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):   # the releases' flags
+        with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = torch.load(path, map_location="cpu", weights_only=True)
         state = content.get("model", content)
     except OSError:                                        # for example a missing file
         raise
     except Exception as error:                             # a broken file can raise anything
-        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's reasons are long
-        raise InputError(f"{path} is not a weights-only checkpoint, or damaged: {why}") from None
+        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's errors are long
+        raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -771,12 +770,12 @@ def data_of(content, path, args):
 
 
 def load(path, methods=METHODS):
-    """Return the model in a checkpoint, in eval mode. Its class_names are those of its data. Raises
+    """Return a checkpoint's model in eval mode, with the class_names of its data. Raises
     InputError if the checkpoint's method is not in `methods`, {method: class}."""
     content = read(path)
     method = content["method"]
     require(method in methods, f"{path} has method {method}, which is none of "
-                               f"{', '.join(methods)}: pass load its class, {{method: class}}")
+                               f"{', '.join(methods)}: use load(path, {{method: class}})")
     model = methods[method](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
@@ -795,21 +794,21 @@ def initialize(model, content, path):
         raise InputError(f"{path} does not fit: {error}") from None
     for text, names in (("newly initialised", missing), ("not loaded", unused)):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
-        if parts:                                          # encoder.norm, decoder_blocks, head ...
+        if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
 
 
 def resume(last, model, optimizer, scaler, content, args):
-    """Load last.pt, the checkpoint of this run, and return the rows of its log. Prints which flags
-    differ. Raises InputError if its model or optimizer is another. Without --resume or last.pt,
-    removes any old last.pt and returns []."""
+    """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
+    changed. Raises InputError if the model or the optimizer has changed. Returns [] if nothing is
+    resumed. Without --resume, also deletes the last.pt of an earlier run."""
     saved = read(last) if args.resume and last.exists() else None
     epoch = saved["epoch"] if saved else -1
     require(mean_over_processes({"epoch": epoch}, args.world, args)["epoch"] == epoch,
             f"not all processes find the same {last} to resume: --runs must be on a shared disk")
     if not saved:
         if args.rank == 0:
-            last.unlink(missing_ok=True)                   # so that --resume does not continue it
+            last.unlink(missing_ok=True)                   # so that no later --resume continues it
         return []
     flags = saved["flags"]
     was = {"method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
@@ -819,9 +818,9 @@ def resume(last, model, optimizer, scaler, content, args):
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
                         f"{flags.get('command')}")
     model.load_state_dict(saved["model"])
-    settings = optimizer.state_dict()["param_groups"]      # this command's decay and betas
+    settings = optimizer.state_dict()["param_groups"]      # this command's weight decay and betas
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
-    if saved["scaler"]:                                    # empty unless it was fp16
+    if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in vars(args).items():
         if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
@@ -837,7 +836,7 @@ def resume(last, model, optimizer, scaler, content, args):
 
 # -------------------------------------------------------------------------------------- processes
 def start_processes(args):
-    """Set args.rank, world, local_rank, device and dtype; under torchrun, join all processes."""
+    """Set args.rank, world, local_rank, device, dtype. Under torchrun, join the process group."""
     args.rank = int(os.environ.get("RANK", 0))
     args.world = int(os.environ.get("WORLD_SIZE", 1))
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -853,8 +852,8 @@ def start_processes(args):
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        # `torchrun --max_restarts 1` hangs on keys left by the killed processes, unless each
-        # attempt has its own. Only for one machine: each machine counts its own restarts.
+        # `torchrun --max_restarts 1` would hang on keys left by killed processes, so each attempt
+        # gets its own. This works on one machine only: each machine counts its own restarts.
         if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
@@ -874,14 +873,14 @@ def choose_device(args):
 
 
 def default_workers():
-    """Return the number of data loading workers: one per CPU core of this process, at most 8."""
-    if sys.platform != "linux":                            # not forked, they would be slow to start
+    """Return the default --workers: one per CPU core of this process, at most 8."""
+    if sys.platform != "linux":                            # without fork, workers start slowly
         return 0
     return min(8, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def autocast(args):
-    """Return the context of mixed precision as set by --amp; it does nothing in float32."""
+    """Return the mixed-precision context set by --amp; it does nothing in float32."""
     return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
 
 
@@ -891,8 +890,8 @@ def local_part(batch, args):
 
 
 def mean_over_processes(sums, n, args):
-    """Return {name: sum / n}, where sums (0-dim tensors) are added up over all processes and n is
-    the total count."""
+    """Return {name: sum / n}, where each sum (a number or 0-dim tensor) is first added up over all
+    processes, and n is the count over all processes."""
     total = torch.tensor([*map(float, sums.values())], dtype=torch.float64)
     if args.world > 1:
         total = total.to(args.device)                      # cuda or cpu: mps has no float64
@@ -903,7 +902,7 @@ def mean_over_processes(sums, n, args):
 # ------------------------------------------------------------------------------- the command line
 LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # what a recipe does not set
+SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # unless a recipe sets them
 
 
 def number(kind, low=-math.inf, high=math.inf):
@@ -913,7 +912,7 @@ def number(kind, low=-math.inf, high=math.inf):
         if not low <= value <= high or math.isinf(value):
             raise argparse.ArgumentTypeError(f"{text} must be finite, from {low} to {high}")
         return value
-    parse.__name__ = kind.__name__                         # for argparse's own message
+    parse.__name__ = kind.__name__                         # argparse's own errors show this name
     return parse
 
 
@@ -937,57 +936,57 @@ def side_or_pair(text):
 
 
 def add_options(parser, encoder=True, training=True):
-    """Add the flags of both scripts, except those of the recipes. Without `encoder`, leaves out
-    those of training images and encoder; without `training`, those of a training run."""
+    """Add the flags that both scripts share, except for the recipe. Without `encoder`, leaves out
+    flags for training images and encoder; without `training`, flags for a training run."""
     count = number(int, 1)
-    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if left out
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if not added
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     option = parser.add_argument_group("data and device").add_argument
-    option("--data", help="shapes, cifar10, cifar100, or a folder (the checkpoint's, else shapes)")
+    option("--data", help="shapes, cifar10, cifar100 or a folder (from a checkpoint, else shapes)")
     option("--eval_images", type=count, metavar="N",
            help="validate on at most N images (train.py: 1000; finetune.py: all)")
     option("--workers", type=number(int, 0), default=default_workers(), metavar="N",
-           help="data loading workers (one per CPU core, at most 8; outside Linux 0)")
+           help="data loading workers (one per CPU core, at most 8; 0 outside Linux)")
     option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-           help="mixed precision (auto: on CUDA bf16, or fp16 if it lacks that; elsewhere fp32)")
+           help="mixed precision (auto: bf16 on CUDA, or fp16 if the GPU lacks it; fp32 elsewhere)")
     if not training:
-        option("--batch_size", type=count, metavar="N", help="total batch size of all processes")
+        option("--batch_size", type=count, metavar="N", help="total batch size over all processes")
     if not encoder:
         return
     option = parser.add_argument_group("training images and encoder").add_argument
-    option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="any seed (0)")
+    option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="seed (0)")
     option("--train_images", type=count, metavar="N", help="train on N images only (all)")
-    option("--img_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (the "
-           "checkpoint's; without one the images' own, at most 224)")
-    option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (the "
-           "checkpoint's, else 16; below 128 pixels an eighth of the image, at least 4)")
-    option("--size", choices=SIZES, metavar="NAME", help=f"size of the encoder: {', '.join(SIZES)} "
-           f"(the checkpoint's, else micro)")
+    option("--img_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (from "
+           "the checkpoint, else the images' own size, at most 224)")
+    option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (from "
+           "the checkpoint, else 16; for an image side below 128 pixels, side / 8, at least 4)")
+    option("--size", choices=SIZES, metavar="NAME", help=f"encoder size: {', '.join(SIZES)} "
+           f"(from the checkpoint, else micro)")
     for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
-        option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (that of --size)")
+        option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (set by --size)")
     if not training:
         return
     option = parser.add_argument_group("run").add_argument
-    option("--runs", default="runs", metavar="FOLDER", help="the folder of all runs (runs)")
+    option("--runs", default="runs", metavar="FOLDER", help="folder for all runs (runs)")
     option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
-                          "checkpoint_mode, then --data or --labels where given)")
+                          "checkpoint_mode, plus --data and --labels if given)")
     option("--eval_every", type=count, metavar="N", help="validate and write last.pt every N "
            "epochs (train.py: 1; finetune.py: more with few labels)")
-    option("--accum", type=count, default=1, metavar="N", help="compute a batch in N pieces (1)")
+    option("--accum", type=count, default=1, metavar="N", help="split each batch into N pieces (1)")
     option("--clip_grad", type=number(float, 0), default=0.0, metavar="X",
-           help="clip the gradient norm (0: off)")
+           help="clip the gradient norm to X (0: off)")
     option("--compile", action="store_true", help="torch.compile the model")
     option("--grad_checkpointing", action="store_true", help="recompute activations to save memory")
     option = parser.add_mutually_exclusive_group().add_argument
     option("--resume", action="store_true", help="continue the run from its last.pt: repeat its "
            "command and add this flag")
-    option("--overwrite", action="store_true", help="replace the run of that name")
+    option("--overwrite", action="store_true", help="replace an existing run of that name")
 
 
 def flag_adder(parser, title, defaults, small):
-    """Return a function that adds a flag with its defaults from `defaults` and `small`, which its
-    help shows. A flag that is not given stays None until apply_recipe sets it."""
+    """Return a function that adds a flag. The flag's help shows its defaults, from `defaults` and
+    `small`. A flag that is not given stays None until apply_recipe sets it."""
     option = parser.add_argument_group(title).add_argument
 
     def add(name, text, **kwargs):
@@ -1002,13 +1001,13 @@ def flag_adder(parser, title, defaults, small):
 
 
 def add_recipe(parser, title, recipe, small):
-    """Add the flags of either script's recipe. Returns a function that adds more."""
+    """Add the recipe flags that both scripts share. Returns a function that adds more flags."""
     add = flag_adder(parser, title, {**SHARED, **recipe}, small)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
         "a tenth of the training images", type=number(int, 1), metavar="N")
     add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
-    add("lr", "learning rate for any batch size; if none is set, blr * batch_size / 256 is used",
+    add("lr", "learning rate for any batch size; if not set, blr * batch_size / 256 is used",
         type=positive, metavar="X")
     add("blr", "learning rate for a batch of 256", type=positive, metavar="X")
     add("min_lr", "final learning rate of the cosine schedule", type=positive, metavar="X")
@@ -1017,7 +1016,7 @@ def add_recipe(parser, title, recipe, small):
     add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
     add("schedule", "learning rate after the warmup: cosine or constant",
         choices=("cosine", "constant"), metavar="X")
-    add("epochs", "passes over the images", type=number(int, 0), metavar="N")
+    add("epochs", "passes over the training images", type=number(int, 0), metavar="N")
     add("warmup_epochs", "epochs of linear learning rate warmup", type=positive, metavar="X")
     add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",
         type=fraction, metavar="X")
@@ -1027,7 +1026,7 @@ def add_recipe(parser, title, recipe, small):
 
 def add_method_arguments(parser, cls):
     """Add a flag for each keyword-only argument of a method's constructor, typed by its annotation
-    or default. The help is its line under `Args:`."""
+    or default. Its help text is the argument's entry under `Args:`."""
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
     add = flag_adder(parser, f"arguments of {cls.__name__}", method_arguments(cls), cls.small_model)
     for name, default in method_arguments(cls).items():
@@ -1035,24 +1034,24 @@ def add_method_arguments(parser, cls):
         if kind is bool:
             kwargs = dict(action=argparse.BooleanOptionalAction)
         else:
-            size = default and name.endswith(("dim", "depth", "heads"))        # at least 1
+            size = default and name.endswith(("dim", "depth", "heads"))        # must be >= 1
             types = {int: number(int, 1 if size else 0), float: number(float), tuple: numbers(int)}
             kwargs = dict(type=types.get(kind, word_or_list), metavar="X")
         add(name, texts.get(name, ""), **kwargs)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that does not repeat, under torchrun, what another process has said."""
+    """An ArgumentParser that, under torchrun, does not repeat the error of another process."""
 
     def error(self, message):
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # torchrun ends this process meanwhile if
-            sleep(5)                                       # the machine's first one has an error
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 has failed as well,
+            sleep(5)                                       # torchrun ends this process before then
         super().error(message)
 
 
 def run_cli(parser, work, argv):
     """Parse `argv`, by default the command line, and return work(args). Invalid input ends with a
-    one-line message, a bug with its traceback."""
+    one-line error message, a bug with its traceback."""
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
     try:
@@ -1062,17 +1061,18 @@ def run_cli(parser, work, argv):
         # only the last line: a worker's error starts with a traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     if dist.is_initialized() and args.device.type == "cuda":           # on CPUs, torch 2.6 can
-        dist.destroy_process_group()                       # hang here; gloo ends by itself
+        dist.destroy_process_group()                       # hang here, and gloo does not need it
     return row
 
 
 def main(argv=None):
-    """Run `python train.py` with the words `argv`; returns the last row of log.jsonl, a dict."""
+    """Run `python train.py` with the words `argv`. Returns the last row of log.jsonl, a dict,
+    or, with --eval, the list of PSNR rows."""
     parser = Parser("train.py", **LAYOUT)
     option = parser.add_mutually_exclusive_group().add_argument
-    option("--method", choices=METHODS, default="mae", metavar="NAME", help="to pretrain (mae)")
-    option("--eval", nargs="+", metavar="FILE", help="evaluate checkpoints with the same "
-           "image and patch size instead of training; --eval FILE --help lists its flags")
+    option("--method", choices=METHODS, default="mae", metavar="NAME", help="method to train (mae)")
+    option("--eval", nargs="+", metavar="FILE", help="instead of training, evaluate "
+           "checkpoints with the same image and patch size; for its flags see --eval FILE --help")
     known = parser.parse_known_args(argv)[0]               # these decide which other flags exist
     cls, training = METHODS[known.method], not known.eval
     parser.description = (
@@ -1088,9 +1088,9 @@ def main(argv=None):
         add_recipe(parser, "recipe", cls.recipe, cls.small)
         add_method_arguments(parser, cls)
         option = parser.add_argument_group("pretraining").add_argument
-        option("--init", metavar="FILE", help="initialise the encoder from a checkpoint (which "
-               "also sets --size, --patch_size and --img_size), and the decoder if it matches")
-        option("--mask", choices=masks, default="random", help="pattern of the masks (random)")
+        option("--init", metavar="FILE", help="checkpoint that initialises the encoder "
+               "and, if it matches, the decoder; also sets --size, --patch_size and --img_size")
+        option("--mask", choices=masks, default="random", help="mask pattern (random)")
         if getattr(cls, "pairs", False):
             option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
             option("--same_class", type=number(float, 0, 1), metavar="X",
@@ -1100,7 +1100,7 @@ def main(argv=None):
         option("--mask_ratios", nargs="+", type=number(float, 0, 1), default=(0.5, 0.75, 0.9),
                metavar="X", help="mask ratios (0.5 0.75 0.9)")
         option("--masks", nargs="+", choices=masks, default=["random"],
-               help="patterns of the masks; the picture has the first one (random)")
+               help="mask patterns; the picture shows the first one (random)")
     option("--leak_free", action="store_true", help="with norm_pix_loss: reconstruct without the "
            "true mean and variance of masked patches")
     return run_cli(parser, pretrain if training else compare, argv)
