@@ -23,9 +23,9 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights,
 
 
 class CrossAttention(nn.Module):
-    """Let queries x (B,P,E) attend to tokens y (B,1+K,D): (B,P,E) (Sec. 3.2). `kv` projects y to
-    keys and values. As in the released weights, it outputs k and v concatenated, and within each
-    the heads concatenated."""
+    """Let queries x (B,P,E) attend to tokens y (B,1+K,D), as in Sec. 3.2: (B,P,E). `kv` projects y
+    to keys and values. As in the released weights, it outputs k and v concatenated, each with its
+    heads concatenated."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()
@@ -75,16 +75,16 @@ class CrossMAE(nn.Module):
     only Figure 5's caption mentions.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
         prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6).
             Unless --lr is set, prediction_ratio / mask_ratio multiplies the learning rate (A.6)
         norm_pix_loss: predict patches normalised by their own mean and variance
-        decoder_dim: width of the decoder (A.6: MAE's, 512; item 9)
+        decoder_dim: width of the decoder (512 as in MAE: A.6, item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list that
-            counts from 0 and includes the last block, e.g. 3,7,11. The word last gives the decoder
+        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list of
+            indices from 0 that includes the last block, e.g. 3,7,11. With "last", the decoder gets
             only the last block's output, unmixed (Table 3d, item 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
@@ -119,7 +119,7 @@ class CrossMAE(nn.Module):
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # gamma / p in A.6: lr = gamma base_lr batchsize / (256 p); item 12
+        # gamma / p in A.6 (p: mask ratio): lr = gamma base_lr batchsize / (256 p); item 12
         self.lr_scale = prediction_ratio / mask_ratio
         p, q = self.encoder.patch_size
 
@@ -135,7 +135,7 @@ class CrossMAE(nn.Module):
             blocks = range(depth) if feature_maps == "all" else feature_maps
             require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
                     f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
-                    f"{depth - 1} that includes the last")
+                    f"{depth - 1} that includes {depth - 1}")
             # indices into the list from ViT.layers, which starts with the input (Sec. 3.4, A.5)
             self.map_ids = [0] * include_input + [block + 1 for block in sorted(blocks)]
             n = len(self.map_ids)
@@ -153,15 +153,15 @@ class CrossMAE(nn.Module):
             nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # w ~ N(0, 1/n), item 1
 
     def map_weights(self):
-        """Return the mixing weights w_j^k (decoder depth,n), a row for each decoder block."""
+        """Return the mixing weights w_j^k (decoder depth,n), one row per decoder block."""
         w = self.wfm["linear"].weight                                  # (decoder depth, n)
         return w.softmax(dim=1) if self.softmax_weights else w  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images. Returns a list of the tokens
-        (B,1+K,D) that each decoder block attends to. With inter-block attention (Sec. 3.4, A.3),
-        each block gets its own mix of the feature maps map_ids, with its own norm (dec_norms).
-        Without it, every block attends to the encoder's output."""
+        """Encode the visible patches ids_keep (B,K) of images. Returns a list that has, for each
+        decoder block, the tokens (B,1+K,D) to attend to. With inter-block attention (Sec. 3.4,
+        A.3), each decoder block gets its own mix of the feature maps map_ids, with its own norm
+        (dec_norms). Without it, every decoder block attends to the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -186,7 +186,7 @@ class CrossMAE(nn.Module):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
         default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
         metrics is {"loss": the detached loss}. If masks are random and self_attention is off, the
-        loss is an unbiased estimate of the one over all masked patches (Sec. 3.3, 4.4)."""
+        loss is an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -196,13 +196,13 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted, even visible ones, which the loss ignores. mask_ratio
-        defaults to the model's; for leak_free see ViT.paste_patches."""
+        """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
+        where 1 = masked. All patches are predicted, even visible ones, which the loss ignores.
+        mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
-        # two calls: with self_attention, visible patches would change masked ones' predictions
+        # two calls: with self_attention, visible patches would change predictions of masked ones
         pred_mask = self.decode(features, ids_mask)                    # (B, M, p*p*C) item 10
         pred_keep = self.decode(features, ids_keep)                    # (B, K, p*p*C)
         pred = torch.cat([pred_keep, pred_mask], dim=1)                # (B, L, p*p*C)
@@ -213,8 +213,8 @@ class CrossMAE(nn.Module):
 
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
-        """Split the predictions for all masked patches into contributions (1+decoder
-        depth,B,M,p*p*C) that sum to them (Appendix D, item 11). The first comes from mask token and
+        """Split the predictions for all masked patches into contributions that sum to them, as in
+        Appendix D (item 11): (1+decoder depth,B,M,p*p*C). The first comes from mask token and
         position, with the biases of norm and head; the others come from the decoder blocks. Also
         returns ids_keep and ids_mask. Here f_i is the output of decoder block i, not a feature map.
         """
@@ -242,14 +242,14 @@ class CrossMAE(nn.Module):
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
             parts = parts * std                            # the true patches' std
-            parts[0] += mean                               # their mean, added once
+            parts[0] += mean                               # the true patches' mean, once
         paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
         cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
         for part in parts:
             cells.append(paste(grey, part, ids_mask, ids_keep))
         cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
         figures = {"contributions": (
-            "visible patches, contribution of mask token and position, of each decoder block, and "
+            "visible patches; contribution of mask token and position; one per decoder block; "
             "their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
         if self.inter_block:
             w = self.map_weights()                                     # (decoder depth, n)
@@ -266,10 +266,10 @@ def decoder_attention(mae, images):
     """Measure what mask tokens attend to in an MAE's decoder (Table 6, the paper's starting point).
     Images (N,C,H,W) are normalised. Returns {title: rows}, a row for each decoder block and one for
     their sum. A row has the attention that a mask token pays to one visible token (or the class
-    token) and to one mask token. It is averaged over tokens on both sides and over images, and
-    summed over heads. A row also has the share that goes to all visible tokens together.
+    token) and to one mask token. This attention is averaged over attending tokens, attended tokens
+    and images, and summed over heads. A row also has the share that goes to all visible tokens.
 
-    A.1 averages over heads, but Table 6 must be summed over the 16 heads: a block's total, 50 x
+    A.1 averages over heads, but Table 6 must show sums over the 16 heads: a block's total, 50 x
     0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
@@ -298,34 +298,34 @@ def decoder_attention(mae, images):
 
 
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
-# numbers of the TMLR version; an earlier, anonymous one has others.
-#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). We follow it; the release then overwrites
-#      them by Xavier initialisation. n is the number of maps (A.3): for ViT-B 13, with the input.
-#      (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
+# numbers of the TMLR version; an earlier, anonymous version numbers them differently.
+#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). So do we, and so does the release, which
+#      then overwrites them by Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
+#      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
-#      prediction ratio)) masked patches are skipped and the others predicted: with L = 64 and
-#      ratios 0.75 and 0.15 that makes 10 patches, not int(9.6) = 9.
+#      prediction ratio)) masked patches are skipped and the others predicted. With L = 64 and
+#      ratios 0.75 and 0.15, the others are 10 patches, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is
 #      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). With `--mask
 #      block`, the rectangles masked first are always predicted; with a bool mask, the masked
 #      patches that come last in raster order.
 #   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are the
 #      keys and values. Sec. 4.4 swaps these roles and counts only visible patches; the caption of
-#      Figure 4 has "keys and queries" for keys and values.
-#   5. With mixing, the encoder has no final norm; each mix has its own. With feature_maps "last"
-#      (one map in Table 3d) the release calls a norm that it never creates; we use the encoder's.
+#      Figure 4 says "keys and queries" instead of keys and values.
+#   5. With mixing, the encoder has no final norm; each mix has its own. For "last" (one map in
+#      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has one
 #      projection (Table 9), which all decoder blocks share. Additional norms before mixing, which
 #      A.3 finds no better, are not implemented.
 #   8. Table 3d does not say which 3 and 6 maps it uses; 3,7,11 and 1,3,5,7,9,11 would be evenly
 #      spaced. Its counts exclude the input.
-#   9. A.6 gives all ViTs MAE's decoder width, 512, which is the default here. For ViT-S the release
-#      has decoder_dim 256 and decoder_heads 8: set the flags.
+#   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
+#      decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` decodes all
 #      masked patches together, so more queries attend to one another than in training.
-#  11. Appendix D treats the norm before the head as linear. It is, once its standard deviation is
-#      fixed: `contributions` uses that of the last block's output.
+#  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
+#      `contributions` fixes it to the std of the last block's output.
 #  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. The learning
 #      rate scaling is in Sec. 3.3; A.6 says 3.4. The last two rows of Table 5 differ in inter-block
-#      attention, but have the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.
+#      attention, but repeat the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.

@@ -9,8 +9,8 @@ pixels. This MLP represents one image; its other layers are shared by all images
 tokens: a masked patch costs one pass through a small MLP.
 
     B images, L patches, K visible, P predicted, D encoder width, n weight tokens, p patch side
-    h width of the PaCo-MLP, T (h,n) the learned transformation. (In mae.py M is the number of
-    masked patches; here it is the predicted matrix.)
+    h width of the PaCo-MLP, T (h,n) the learned transformation, M the predicted matrix. Only in the
+    shape (B,M) is M the number of masked patches, as in mae.py.
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
@@ -48,23 +48,23 @@ class HyperMAE(nn.Module):
     features. Defaults follow the paper (Table 3, Sec. 5.3), but targets are normalised (item 6).
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 10)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of blocks that are the encoder's last and Feat2W's first (Table 6)
+        shared_blocks: number of the encoder's last blocks that are also Feat2W's first (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
-        pe_dim: number of cosine features, and of sine features (release)
+        pe_dim: number of cosine features; there are as many sine features (release)
         pe_sigma: highest frequency of the Fourier features, in periods per image (release)
         out_bias: constant added to the predicted pixels (release)
-        relu_around_m: put a ReLU before and after M, as the text does (Sec. 2.2)
+        relu_around_m: put a ReLU before and after M, as in Sec. 2.2
         loss_on: patches in the loss: masked or all (Table 11)
     """
 
-    recipe = dict(  # Table 12, with the release's crop and flip; ImageNet-100: batch_size 512
+    recipe = dict(  # Table 12, with the release's crop and flip; for ImageNet-100, batch_size=512
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
@@ -83,8 +83,8 @@ class HyperMAE(nn.Module):
                 f"modulated_layer {modulated_layer} must be between 0 and mlp_depth - 2 = "
                 f"{mlp_depth - 2}: the last layer outputs pixels")
         require(0 <= shared_blocks <= min(feat2w_depth, depth) and feat2w_depth >= 1,
-                f"shared_blocks {shared_blocks} must be at least 0, and at most feat2w_depth "
-                f"{feat2w_depth} (at least 1) and the encoder's depth {depth}")
+                f"feat2w_depth {feat2w_depth} must be at least 1 and shared_blocks {shared_blocks} "
+                f"between 0 and {min(feat2w_depth, depth)}, the smaller of feat2w_depth and depth")
         require(pe_dim >= 2 and pe_dim % 2 == 0, f"pe_dim {pe_dim} must be even and at least 2")
         require(n_weight_tokens >= 1, f"n_weight_tokens {n_weight_tokens} must be at least 1")
         require(loss_on in ("masked", "all"), f"loss_on {loss_on} must be masked or all")
@@ -102,18 +102,18 @@ class HyperMAE(nn.Module):
         self.proj = nn.Linear(dim, hidden_dim)                         # Sec. 2.2
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
         shapes = list(zip(widths, widths[1:]))             # inputs and outputs of each layer
-        rows, _ = shapes.pop(modulated_layer)              # M's inputs: h, or 2 pe_dim
+        rows, _ = shapes.pop(modulated_layer)              # number of M's inputs: h, or 2 pe_dim
         self.T = nn.Parameter(                             # (h, n) or, for layer 0, (2 pe_dim, n)
             torch.empty(rows, n_weight_tokens).normal_(std=0.02))
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in shapes)  # all layers except M
         init_weights(self)
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images. Returns the layer M of the PaCo-MLP
-        that Feat2W predicts from them: (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h) (Sec.
-        2.2). The paper counts Feat2W as a part of the decoder."""
+        """Encode the visible patches ids_keep (B,K) of images. Returns layer M of the PaCo-MLP,
+        which Feat2W predicts (Sec. 2.2): (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h). The
+        paper counts Feat2W as a part of the decoder."""
         n = len(self.weight_tokens)
-        unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks without Feat2W
+        unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks only in the encoder
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
@@ -126,10 +126,10 @@ class HyperMAE(nn.Module):
         return self.T @ self.proj(W)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):
-        """Map coordinates (B,P,2), or (P,2) for all images, to pixels (B,P,p*p*C) by the PaCo-MLP
-        (Sec. 2.2, Algorithm 1). M (B,h,h) is a layer without a bias (item 7). A ReLU follows every
-        layer except the last. Without relu_around_m, the ones right before and after M are left out
-        (item 1)."""
+        """Map coordinates, (B,P,2) or the same (P,2) for all images, to pixels (B,P,p*p*C) with the
+        PaCo-MLP (Sec. 2.2, Algorithm 1). M (B,h,h) is a layer without a bias (item 7). A ReLU
+        follows every layer except the last. Without relu_around_m, the ReLUs right before and
+        after M are left out (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
@@ -161,9 +161,9 @@ class HyperMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted; visible ones are only trained with loss_on "all".
-        mask_ratio defaults to the model's; for leak_free see ViT.paste_patches."""
+        """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
+        where 1 = masked. All patches are predicted; the loss includes visible ones only if loss_on
+        is "all". mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
@@ -177,19 +177,19 @@ class HyperMAE(nn.Module):
 # Paper and release: where they differ, and what we do
 #   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has none
 #      right before and after M, so three linear layers follow one another. We follow the release
-#      by default, and the text with `relu_around_m`.
-#   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release creates it but never calls
-#      it. Here it does not exist, and as in the release there is no norm after Feat2W either.
+#      by default, and Sec. 2.2 with `relu_around_m`.
+#   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release creates this norm but never
+#      calls it; we do not create it. As in the release, no norm follows Feat2W.
 #      Weight tokens and T are drawn with std 0.02, as in the release.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight
 #      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
-#      weight tokens come last; in Algorithm 1 they come first. Attention does not depend on it.
+#      weight tokens come last; in Algorithm 1 they come first. Attention ignores the order.
 #   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
 #      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256). The centres
-#      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release's go to 1024.
-#   6. Targets are normalised by default, which Table 1 shows to work better; Table 3's are plain.
+#      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release goes to 1024.
+#   6. Targets are normalised by default, which works better in Table 1; in Table 3 they are plain.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
-#      un-normalising. Here M is an argument, and un-normalising is the exact inverse.
-#   8. Sec. 2.2 lets M be any of the l layers, h x h. But the last layer must output pixels.
-#      The first one (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
+#   8. Sec. 2.2 lets any of the l layers be M, with size h x h. But the last layer must output
+#      pixels. The first layer (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.

@@ -21,10 +21,10 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults are the paper's, except for ViT-B instead of ViT-L, and normalised targets.
+    features. Defaults follow the paper, but with ViT-B instead of ViT-L and normalised targets.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Figure 5)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1d)
         decoder_dim: width of the decoder (Table 1b)
@@ -40,7 +40,7 @@ class MAE(nn.Module):
     small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale = 1.0                         # multiplies the learning rate; only CrossMAE's is not 1
+    lr_scale = 1.0                         # multiplies the learning rate; 1 except in CrossMAE
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -61,14 +61,14 @@ class MAE(nn.Module):
         init_weights(self)                                             # item 5
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images: (B,1+K,D) (Sec. 3, "MAE encoder").
-        The encoder never sees mask tokens: after pretraining there are none (Table 1c)."""
+        """Encode the visible patches ids_keep (B,K) of images (Sec. 3, "MAE encoder"): (B,1+K,D).
+        The encoder never sees mask tokens, since it gets none after pretraining (Table 1c)."""
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
-        """Build the decoder's input (B,1+L,E) (Sec. 3, "MAE decoder"): the latent (B,1+K,D) at the
-        decoder's width, then a mask token for each masked patch, all with their positions added.
-        Patches stay sorted by noise: attention ignores order, so none are unshuffled (item 1)."""
+        """Build the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": the latent (B,1+K,D)
+        projected to width E, then a mask token for each masked patch, all with positions added.
+        Tokens stay sorted by noise: attention ignores order, so we do not unshuffle (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)
         return torch.cat([x[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token
@@ -77,7 +77,7 @@ class MAE(nn.Module):
 
     def decode(self, latent, ids_keep, ids_mask, P):
         """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). The
-        masked patches come last: P = M predicts only them, P = L predicts all patches."""
+        masked patches come last: P = M predicts only these, P = L predicts all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
@@ -85,17 +85,17 @@ class MAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). noise (B,L), random by default,
-        does the paper's shuffling: the K patches with the lowest numbers stay visible. metrics is
-        {"loss": the detached loss}. The loss is the mean squared error between masked patches and
-        their predictions, a float32 scalar."""
-        # few patches stay visible, so that the others cannot be copied from them (Sec. 3; item 4)
+        """Return loss and metrics for normalised images (B,C,H,W). Sorting noise (B,L), random by
+        default, is the paper's shuffling: the K patches with the lowest noise stay visible. The
+        loss, a float32 scalar, is the mean squared error between masked patches and their
+        predictions; metrics is {"loss": the detached loss}."""
+        # few patches stay visible, so that masked ones cannot be copied from them (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees a quarter of the patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
-        # only the small decoder pays for the masked ones
+        # only the small decoder pays for the masked patches
         pred = self.decode(latent, ids_keep, ids_mask, ids_mask.shape[1])      # (B, M, p*p*C)
-        # normalised patches have more local contrast, and accuracy is higher (Table 1d; item 3)
+        # normalised patches have more local contrast and give higher accuracy (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
         # with visible patches in the loss, accuracy would be slightly lower (Sec. 3)
         loss = (pred.float() - target).square().mean()                 # scalar
@@ -103,27 +103,27 @@ class MAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Return the reconstruction (B,C,H,W) of normalised images (B,C,H,W), and the mask (B,L), 1
-        = masked. All patches are predicted, even visible ones, which the loss ignores. mask_ratio
-        defaults to the model's; for leak_free see ViT.paste_patches."""
+        """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
+        where 1 = masked. All patches are predicted, even visible ones, which the loss ignores.
+        mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
-        # every patch is replaced; images supply only the mean and variance of normalised targets
+        # every patch is replaced: images supply only mean and variance, if targets are normalised
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
 
-# Paper and release: where they differ from each other, and this file from both
+# Paper and release: where they differ, and where this file differs from both
 #   1. Both unshuffle the decoder's tokens into raster order (Sec. 3, "Simple implementation").
 #      Self-attention is permutation-equivariant, so we leave them sorted by noise.
 #   2. Both embed all patches and then drop the masked ones; we embed only the visible ones. The
 #      released head always predicts all patches; in training ours predicts only the masked ones.
 #   3. The paper does not define the variance of a patch (Sec. 3). As in the release, we use the
-#      unbiased one plus 1e-6.
+#      unbiased variance plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
 #   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
 #      projection keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.

@@ -8,7 +8,7 @@ Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearc
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = masked
-    models with G extra tokens: tokens (B,1+K+G,D), class token first, then patches, then these
+    with G extra tokens: tokens (B,1+K+G,D): first the class token, then patches, then extra tokens
 """
 
 import math
@@ -32,7 +32,7 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 
 
 class InputError(ValueError):
-    """Invalid user input rather than a bug: train.py and finetune.py print its message and exit."""
+    """Invalid user input, not a bug: train.py and finetune.py print the message and exit."""
 
 
 def require(condition, message):
@@ -43,16 +43,16 @@ def require(condition, message):
 
 # ------------------------------------------------------------------------------- images and patches
 def pair(size):
-    """Turn an int or an (H, W) pair into an (H, W) tuple. Raises InputError unless both are
-    positive integers."""
+    """Turn an int or an (H, W) pair into an (H, W) tuple. Raises InputError unless both sides
+    are positive integers."""
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     require(len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides),
-            f"{size} is not a size in pixels, e.g. 32 or 32,48")
+            f"{size} is not a size in pixels: use one like 32 or 32,48")
     return sides
 
 
 def grid_of(img_size, patch_size, **_):
-    """Return the patch grid (h, w) for ints or (H, W) pairs; other model arguments are ignored.
+    """Return the patch grid (h, w). Both sizes are an int or (H, W); other arguments are ignored.
     Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
     require(H % p == 0 and W % q == 0,
@@ -79,14 +79,14 @@ def unpatchify(patches, patch_size, grid):
 
 
 def gather_patches(x, ids):
-    """Select the patches or tokens ids (B,K) from x (B,L,D), separately for each image: (B,K,D)."""
+    """Select from x (B,L,D) the patches or tokens with indices ids (B,K), per image: (B,K,D)."""
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
 
 
 def normalize_patches(patches):
-    """Normalise each patch of (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the patches,
-    and the mean and std (B,L,1) that undo it: patches * std + mean. std is the square root of the
-    unbiased variance plus 1e-6 (release)."""
+    """Normalise each of the patches (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the
+    normalised patches, and the mean and std (B,L,1) that undo this: patches * std + mean. As in the
+    release, std is sqrt(unbiased variance + 1e-6)."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)          # (B, L, 1) each
     std = (var + 1e-6).sqrt()                                          # (B, L, 1)
     return (patches - mean) / std, mean, std               # (B, L, N), (B, L, 1), (B, L, 1)
@@ -94,12 +94,12 @@ def normalize_patches(patches):
 
 @lru_cache
 def per_channel(values, device):
-    """Return values as a tensor (C,1,1), kept for later calls: each copy to a GPU takes time."""
+    """Return `values` as a tensor (C,1,1), cached because each copy to a GPU takes time."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def normalize(images, model):
-    """Turn images (B,C,H,W) in [0, 255] into model input, float: (x / 255 - mean) / std."""
+    """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
     mean = per_channel(tuple(model.mean), images.device)               # (C, 1, 1)
     std = per_channel(tuple(model.std), images.device)                 # (C, 1, 1)
     return (images / 255 - mean) / std
@@ -114,11 +114,11 @@ def denormalize(images, model):
 
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
-    """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w) (MAE Appendix A.1;
-    channel layout from the release). The class token comes first and gets zeros. A patch in row y
-    and column x gets [sin(x f), cos(x f), sin(y f), cos(y f)], with f_i = 10000^(-i/n), i = 0, ...,
-    n-1, and n = dim/4. Raises InputError unless dim is a positive multiple of 4."""
-    require(dim > 0 and dim % 4 == 0, f"dim {dim} must be a multiple of 4: positions have 4 parts")
+    """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w), as in MAE
+    Appendix A.1 with the release's channel layout. The class token comes first and gets zeros. A
+    patch in row y, column x gets [sin(x f), cos(x f), sin(y f), cos(y f)] with f_i = 10000^(-i/n),
+    n = dim/4 and i = 0, ..., n-1. Raises InputError unless dim is a positive multiple of 4."""
+    require(dim > 0 and dim % 4 == 0, f"dim {dim} must be a positive multiple of 4 (for positions)")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
     row = torch.arange(h).repeat_interleave(w)                         # (L,) y of each patch
@@ -139,9 +139,9 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 # ------------------------------------------------------------------------------------------ masking
 def visible_count(L, mask_ratio):
-    """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225 at
-    0.8 gives 44, not 45: 1 - 0.8 is slightly less than 0.2 in floating point.) Raises InputError
-    unless 0 < mask_ratio < 1 leaves at least one patch visible and one masked."""
+    """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225
+    and mask_ratio 0.8 give 44, not 45: 1 - 0.8 < 0.2 in floating point.) Raises InputError unless
+    mask_ratio is between 0 and 1 and leaves at least one patch visible and one masked."""
     require(0 < mask_ratio < 1, f"mask_ratio {mask_ratio} must be between 0 and 1")
     K = int(L * (1 - mask_ratio))
     require(0 < K < L, f"mask_ratio {mask_ratio} leaves {K} of {L} patches visible: at least one "
@@ -151,10 +151,10 @@ def visible_count(L, mask_ratio):
 
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
-    "random": uniform. "grid": one of every four patches, at even rows and columns, is lowest (MAE
+    "random": uniform. "grid": lowest for one of every four patches, at even rows and columns (MAE
     Figure 6, CrossMAE Table 15). "block": random rectangles, each 10 to 40% of the image (less if
-    clipped at its border), are masked one by one until mask_ratio is reached (MAE Figure 6). In
-    BEiT they lie fully inside the image and have at least 16 patches."""
+    clipped at its border), are masked one by one until mask_ratio is reached (MAE Figure 6). BEiT's
+    rectangles instead lie fully inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -164,7 +164,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
         n = 16                                             # rectangles: few images would need more
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
-        area = 0.1 + 0.3 * area                            # as a fraction of the image's
+        area = 0.1 + 0.3 * area                            # a fraction of the image's area
         aspect = 0.3 ** (2 * aspect - 1)                   # height / width, from 0.3 to 1 / 0.3
         rows = ((row + 0.5) / h - y).abs() < (area * aspect).sqrt() / 2  # (B, n, h)
         cols = ((col + 0.5) / w - x).abs() < (area / aspect).sqrt() / 2  # (B, n, w)
@@ -190,7 +190,7 @@ def masking(noise, mask_ratio):
 # ---------------------------------------------------------------------------------- the transformer
 class Attention(nn.Module):
     """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim). As in the released weights,
-    `qkv` outputs q, k and v concatenated, and within each the heads concatenated."""
+    `qkv` outputs q, k and v concatenated, each with its heads concatenated."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -239,8 +239,8 @@ class Block(nn.Module):
 
 
 def init_weights(model):
-    """Initialise as MAE does (A.1): Xavier-uniform linear layers (qkv as one matrix), zero biases.
-    The patch embedding is left out: class ViT draws it as the release does."""
+    """Initialise linear layers as MAE does (A.1): Xavier-uniform weights (qkv as one matrix), zero
+    biases. The patch embedding is left out: class ViT draws it as the release does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("patch_embed"):
             nn.init.xavier_uniform_(module.weight)
@@ -250,17 +250,17 @@ def init_weights(model):
 
 class ViT(nn.Module):
     """The encoder. `model(images)` encodes all patches and returns tokens (B,1+L,dim), class token
-    first; `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim). With
-    extra tokens, these come last: (B,1+L+G,dim).
+    first; `model(images, ids_keep)` encodes only the patches ids_keep (B,K): (B,1+K,dim). Extra
+    tokens, if any, come last: (B,1+L+G,dim).
 
     Args:
-        img_size, patch_size: int or (H, W) in pixels; raises InputError if they do not fit
+        img_size, patch_size: int or (H, W) pixels; raises InputError unless patches tile the image
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: width of the MLPs' hidden layer, relative to dim
         norm: whether the last block is followed by a LayerNorm; False in methods that bring their
             own norm or have none
-        drop_path: probability of skipping parts of the last block (stochastic depth), growing
-            linearly from 0 at the first
+        drop_path: probability of skipping the last block's attention or MLP (stochastic depth); it
+            grows linearly from 0 at the first block
         extra_tokens: number G of learned tokens after the patches (also called register tokens)
     """
 
@@ -283,15 +283,15 @@ class ViT(nn.Module):
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
         init_weights(self)
-        # drawn in a convolution's layout, so that a seed gives the release's weights
+        # drawn in a convolution's layout, so that the same seed gives the release's weights
         weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
     def mask(self, images, noise, mask_ratio):
-        """Choose the visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), see masking.
+        """Choose visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), as from masking.
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
         Raises ValueError if the shape of `noise` does not fit the images, or if a bool mask leaves
-        another number of patches visible than mask_ratio requires."""
+        a different number of patches visible than mask_ratio requires."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -305,8 +305,8 @@ class ViT(nn.Module):
         return masking(noise.float(), mask_ratio)                      # (B, K), (B, L-K), (B, L)
 
     def embed(self, images, ids_keep=None):
-        """Embed the patches of images (B,C,H,W) and add their positions: all patches (B,L,D), or
-        only ids_keep (B,K): (B,K,D). Raises ValueError if the images do not fit the model."""
+        """Embed all patches of images (B,C,H,W), or only ids_keep (B,K), and add their positions:
+        (B,L,D) or (B,K,D). Raises ValueError if the images do not fit the model."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
             raise ValueError(f"images are {tuple(images.shape[1:])}, but the model needs "
                              f"{(self.in_chans, *self.img_size)}")
@@ -318,8 +318,8 @@ class ViT(nn.Module):
         return self.patch_embed(patches) + pos                         # (B, K, D) ViT eq. 1
 
     def add_learned_tokens(self, tokens):
-        """Put the class token before tokens (B,K,D), and the extra tokens after them: (B,1+K,D), or
-        (B,1+K+G,D)."""
+        """Put the class token before tokens (B,K,D), and any extra tokens after them: (B,1+K,D) or,
+        with extra tokens, (B,1+K+G,D)."""
         B = len(tokens)
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
         parts = [cls.expand(B, -1, -1), tokens]
@@ -328,8 +328,8 @@ class ViT(nn.Module):
         return torch.cat(parts, dim=1)                                 # (B, 1+K+G, D)
 
     def encode(self, tokens):
-        """Add class and extra tokens to the tokens (B,K,D) of patches, and pass them through all
-        blocks and the final norm, if there is one: (B,1+K,D), or (B,1+K+G,D)."""
+        """Add the class token and any extra tokens to patch tokens (B,K,D), then apply all blocks
+        and, unless `norm` is False, the final norm: (B,1+K,D) or (B,1+K+G,D)."""
         x = self.add_learned_tokens(tokens)                            # (B, 1+K+G, D)
         for block in self.blocks:
             x = block(x)                                               # (B, 1+K+G, D)
@@ -355,9 +355,9 @@ class ViT(nn.Module):
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C).
-        Predictions of `normalized` patches are un-normalised first. By default this takes mean and
-        variance from the true patch, which flatters the image and its PSNR; with `leak_free`, from
-        all visible pixels, those of the patches ids_keep (B,K)."""
+        If `normalized`, predictions are un-normalised first. Mean and variance come from the true
+        patch by default, which makes the image and its PSNR look better than they are. With
+        `leak_free`, they come from all visible pixels, i.e. from the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
@@ -376,28 +376,28 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
     def copy_visible(self, decoded, images, mask):
-        """Copy the visible patches of images (B,C,H,W), where mask (B,L) is 0, into decoded images
-        (B,C,H,W)."""
+        """Return the images `decoded` (B,C,H,W) with the visible patches, where mask (B,L) is 0,
+        copied from images (B,C,H,W)."""
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
-        """Return noise (B,L) with a fixed seed: figures and analyses use the same masks on every
-        call."""
+        """Return noise (B,L) drawn with a fixed seed, so that figures and analyses use the same
+        masks on every call."""
         g = torch.Generator().manual_seed(0)
         return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
 
-# ------------------------------------------------------------------------------ checkpoints' names
+# ----------------------------------------------------------------- parameter names in checkpoints
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "extra_tokens")
 
 
 def linear_weight(weight):
-    """Turn a convolution's weight (D,C,p,q) into that of a linear layer on patches, (D,p*q*C)."""
+    """Turn a convolution's weight (D,C,p,q) into a linear layer's weight (D,p*q*C) for patches."""
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def linear_patch_embed(state):
-    """Rename and reshape the patch embedding in a state dict that has it as a convolution,
+    """Rename and reshape a patch embedding that the state dict stores as a convolution,
     `patch_embed.proj`; other entries stay."""
     return {name.replace("patch_embed.proj.", "patch_embed."):
             linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
@@ -405,8 +405,8 @@ def linear_patch_embed(state):
 
 
 def from_released(state):
-    """Rename a released state dict (MAE, CrossMAE or timm's vit_*; with or without the outer
-    "model" key) to our names: encoder parameters get the prefix `encoder.`, and the patch embedding
+    """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
+    "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding
     becomes a linear layer. Decoders and heads keep their names."""
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
             for name, value in linear_patch_embed(state.get("model", state)).items()}
@@ -425,8 +425,8 @@ def to_released(model):
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
     names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
-    heads: it is `heads` or, without it, that of the size in SIZES with this width and depth.
-    Raises InputError if the state dict is not a ViT's."""
+    heads: it is `heads` or, by default, looked up in SIZES by width and depth. Raises
+    InputError if the state dict is not from a ViT."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
@@ -443,17 +443,17 @@ def sizes_of(state, path, heads=None):
 
 
 def count_extra_tokens(state):
-    """Return the number of extra tokens of the encoder in a state dict with our names."""
+    """Return the encoder's number of extra tokens, from a state dict with our names."""
     return len(state.get("encoder.extra_tokens", ()))
 
 
 def transfer(model, state, grid=None):
     """Initialise `model` from a state dict that uses this repository's parameter names. The encoder
     is always loaded; the decoder or head only if all of its names and shapes match. Positions from
-    another `grid` (h, w) are interpolated; by default it is square. A frozen teacher is ignored.
+    another `grid` (h, w), by default a square one, are interpolated. Frozen teachers are ignored.
 
-    Returns the names in the model that were not set, and those in `state` that were not used.
-    Raises InputError if these include encoder parameters other than norm and extra tokens."""
+    Returns the names in the model that were not set, and the names in `state` that were not used.
+    Raises InputError if either list has encoder parameters other than norm and extra tokens."""
     own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
     state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
     resized = []

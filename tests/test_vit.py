@@ -151,8 +151,8 @@ def test_initial_weights():
 def test_what_does_not_fit():
     images, noise = torch.randn(2, 3, 8, 12), torch.rand(2, 9)
     for call, words in (
-            (lambda: vit(dim=18), "dim 18 must be a multiple of 4"),
-            (lambda: vit(dim=0), "dim 0 must be a multiple of 4"),
+            (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
+            (lambda: vit(dim=0), "dim 0 must be a positive multiple of 4"),
             (lambda: vit(img_size=(13, 12)), "13x12 is not a multiple of .* 2x4"),
             (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4.* 8x12 and 8x16"),
             (lambda: vit()(images), r"images are \(3, 8, 12\), but .* needs \(5, 8, 12\)"),
