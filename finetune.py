@@ -2,11 +2,11 @@
 
 Fine-tune it, fit a linear probe, classify by nearest neighbours, compare with the same network from
 scratch, or evaluate a fine-tuned checkpoint, your own or a released one. `finetune` opens the data,
-builds a Classifier and hands both to train.fit; data, checkpoints and the loop are train.py's.
+builds a Classifier and hands both to train.fit; train.py handles data, checkpoints and the loop.
 
-The recipes are those of He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022),
-Tables 9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with what the released code adds.
-The end of this file lists where they differ. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
+The recipes are from He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022), Tables
+9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with additions from the released code. The
+end of this file lists the differences. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize,
 
 # --------------------------------------------------------------------------------------- training
 def finetune(args):
-    """Run --mode finetune, scratch, linear or knn, and return the last row of its log or, for knn,
+    """Run --mode finetune, scratch, linear or knn, and return the last row of the log or, for knn,
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint is not None:                        # an empty name is an error
@@ -55,7 +55,7 @@ def finetune(args):
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     model = Classifier(**config).to(args.device)
     if args.mode == "knn":
-        model.head = None                                  # nothing but the encoder is used
+        model.head = None                                  # only the encoder is used
     kind = "extra" if extra_tokens else "patch"
     pooled = {"mean": "mean of the patch tokens", "token": "class token",
               "extra": "mean of the extra tokens", "joined": f"all {kind} tokens joined"}
@@ -67,8 +67,8 @@ def finetune(args):
         row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
         largest = 100 * val.labels.bincount().max().item() / len(val.labels)
         n, k = len(val.labels[:args.eval_images]), min(args.k, len(train.labels))
-        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}, by "
-              f"{k} of {len(train.labels)} neighbours; largest class {largest:.2f} %")
+        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}, by "
+              f"{k} neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
         return row
     if args.eval_every is None:                            # few labels make short epochs
         args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
@@ -77,7 +77,7 @@ def finetune(args):
 
     def evaluate_model():
         if args.world > 1:
-            for buffer in model.buffers():                 # BatchNorm statistics: rank 0's
+            for buffer in model.buffers():                 # BatchNorm statistics of rank 0
                 dist.broadcast(buffer, 0)
         return evaluate(model.classify, val, args, img_size)
 
@@ -89,7 +89,7 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint and mode, data if they are new, and --labels if below 1."""
+    """Name a run after its checkpoint, its mode, its data if they are new, and --labels below 1."""
     words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if not args.checkpoint or args.data != source_data:
         words.append(Path(args.data).resolve().name)
@@ -100,8 +100,8 @@ def run_name(args, source_data):
 
 def augmentation(train, model, img_size, args):
     """Return make_inputs(images, labels), which returns the model's arguments, images and targets.
-    RandAugment and erasing take one image at a time: they become train's transform, and images in
-    memory stay on the CPU, where workers crop them like files."""
+    RandAugment and erasing take one image at a time. They become train.transform, and images in
+    memory move to the CPU, where workers crop them like files."""
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
@@ -123,8 +123,8 @@ def augmentation(train, model, img_size, args):
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
-    """Return parameter groups, each a dict of params, weight_decay and lr_factor. In layer i this
-    factor is layer_decay ** (n - i): the embedding is layer 0, block j is layer j + 1, and
+    """Return parameter groups, each a dict of params, weight_decay and lr_factor. In layer i,
+    lr_factor is layer_decay ** (n - i): the embedding is layer 0, block j is layer j + 1, and
     everything after the blocks is layer n. As in pretraining, parameters with fewer than two axes
     (biases and norms) get no weight decay; here learned tokens and positions get none either (BEiT;
     MAE Table 9)."""
@@ -145,7 +145,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 
 def keep_labels(dataset, fraction, seed):
-    """Keep only a fraction of each class's images, at least one, chosen by the seed."""
+    """Keep only a fraction of each class's images, at least one per class, chosen by the seed."""
     g, keep = torch.Generator().manual_seed(seed), []
     for c in range(len(dataset.classes)):
         ids = (dataset.labels == c).nonzero().flatten()
@@ -159,7 +159,7 @@ class Classifier(nn.Module):
     """A ViT with a head: `logits(images)`, and `loss, metrics = model(images, targets)`.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
         extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
         pool: the features. "mean": mean of the patch tokens. "token": the class token. "extra":
@@ -168,8 +168,8 @@ class Classifier(nn.Module):
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
         norm: whether the encoder of a probe has a final norm (--norm); fine-tuning on pooled tokens
             uses fc_norm instead (CrossMAE A.6)
-        drop_path, smoothing: stochastic depth of the last block, label smoothing
-        mean, std: how its input is normalised
+        drop_path, smoothing: drop path rate of the last block, label smoothing
+        mean, std: the input is (image / 255 - mean) / std
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
@@ -180,7 +180,7 @@ class Classifier(nn.Module):
         self.mean, self.std = tuple(mean), tuple(std)
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
-        self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned from here
+        self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
         require(pool != "extra" or extra_tokens,
                 "--pool extra: only MINR's encoder has extra tokens; try --pool mean")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
@@ -193,12 +193,12 @@ class Classifier(nn.Module):
         if probe:
             self.encoder.requires_grad_(False)
             self.head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
-        else:                                              # the encoder norms the class token
+        else:                                              # the encoder normalises the class token
             self.fc_norm = nn.Identity() if pool == "token" else nn.LayerNorm(width, eps=1e-6)
             self.head = linear
 
     def features(self, images):
-        """Pool the tokens of normalised images (B,C,H,W): (B,D), if joined (B,G*D) or (B,L*D)."""
+        """Pool the tokens of normalised images (B,C,H,W): (B,D); if joined (B,G*D) or (B,L*D)."""
         tokens = self.encoder(images)                                  # (B, 1+L+G, D)
         patches = tokens[:, 1:1 + self.encoder.num_patches]            # (B, L, D)
         extra = tokens[:, 1 + self.encoder.num_patches:]               # (B, G, D)
@@ -219,35 +219,35 @@ class Classifier(nn.Module):
         return self.eval().logits(normalize(images, self))
 
     def forward(self, images, targets):
-        """Return the cross-entropy loss and {"loss": the same, detached} for normalised images
-        (B,C,H,W) and targets, which are classes (B,) or their probabilities (B,classes)."""
+        """Return the cross-entropy and {"loss": the detached loss} for normalised images (B,C,H,W)
+        and targets, which are classes (B,) or the probabilities of classes (B,classes)."""
         loss = F.cross_entropy(self.logits(images).float(), targets, label_smoothing=self.smoothing)
         return loss, {"loss": loss.detach()}
 
 
-# the most features that --pool joined may have; 64 patch tokens of the micro encoder make 4,096
+# the most features that --pool joined may give; 64 patch tokens of the micro encoder make 4,096
 MOST_FEATURES = 5000
 
 
 def default_pool(extra_tokens, dim):
     """Return the default --pool for an encoder of width dim. For MINR it selects the weight tokens,
-    because its loss trains their outputs, but not those of the patch tokens (item 5)."""
+    because MINR's loss trains their outputs, but not the outputs of patch tokens (item 5)."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
 
 
-FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; released code: erasing
+FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; erasing: released code
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
     mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)  # 6, 7
 PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
-LINEAR = dict(  # MAE Table 10, with SGD for LARS (item 3)
+LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-SMALL = dict(  # ours, for small images and the micro encoder, see train.apply_recipe
+SMALL = dict(  # our own settings, for small images or the micro encoder: see train.apply_recipe
     batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-RECIPES = {  # mode: recipe and small
+RECIPES = {  # for each mode: recipe, settings for small images
     "finetune": (FINETUNE, dict(SMALL, lr=2e-3)), "linear": (LINEAR, SMALL),
     "knn": (FINETUNE, SMALL), "eval": (FINETUNE, SMALL),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
@@ -256,8 +256,8 @@ RECIPES = {  # mode: recipe and small
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """Return {"top1", "top5"}, the accuracies on val in %, given score(images) -> (b,classes). The
-    None returned with it tells train.fit that there is no picture."""
+    """Return the accuracies {"top1", "top5"} on val in %, where score(images) gives (b,classes).
+    The second return value is None, so that train.fit saves no picture."""
     sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
@@ -271,7 +271,7 @@ def evaluate(score, val, args, img_size):
 @torch.no_grad()
 def knn(model, train, args, img_size, temperature=0.07):
     """Return score(images) -> (b,classes): votes of the --k most similar training images, weighted
-    by exp(cosine / temperature) (Wu et al. 2018). Features are pooled as set by --pool and
+    by exp(cosine / temperature) as in Wu et al. (2018). Features are pooled as set by --pool and
     normalised to unit length."""
     torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
 
@@ -290,7 +290,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
     def score(images):
         features = embed(images)                                       # (b, width)
-        with torch.autocast(args.device.type, enabled=False):  # in 16 bits many would tie
+        with torch.autocast(args.device.type, enabled=False):  # many would tie in 16 bits
             cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
@@ -298,10 +298,10 @@ def knn(model, train, args, img_size, temperature=0.07):
 
 
 def evaluate_checkpoint(args):
-    """Run --mode eval: print top-1 and top-5 of a checkpoint with a head. Nothing is written."""
+    """Run --mode eval: print the accuracies of a checkpoint with a head. Writes no files."""
     content = read(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
-    if content["method"] is None and "head.weight" in state:           # a released one
+    if content["method"] is None and "head.weight" in state:           # a released checkpoint
         pool = "mean" if "fc_norm.weight" in state else "token"
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
     require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
@@ -311,14 +311,14 @@ def evaluate_checkpoint(args):
     _, val, img_size = open_data(args.data, config["img_size"], args)
     classes = content.get("classes", val.classes)
     require(len(val.classes) == config["classes"] and val.classes == classes,
-            f"{args.checkpoint} was trained on {config['classes']} classes, "
-            f"{', '.join(classes[:3])} ..., but --data {args.data} has {len(val.classes)}, "
-            f"{', '.join(val.classes[:3])} ...")
+            f"{args.checkpoint} was trained on {config['classes']} classes "
+            f"({', '.join(classes[:3])} ...), but --data {args.data} has {len(val.classes)} "
+            f"({', '.join(val.classes[:3])} ...)")
     model = Classifier(**config).to(args.device)
     model.load_state_dict(state)
     row, _ = evaluate(model.classify, val, args, img_size)
     n = len(val.labels[:args.eval_images])
-    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, of {n} images of {args.data}")
+    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}")
     return row
 
 
@@ -330,7 +330,7 @@ def main(argv=None):
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
            help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
-                "from random weights, with only the sizes of --checkpoint; eval: evaluate a "
+                "from random weights, taking only sizes from --checkpoint; eval: evaluate a "
                 "fine-tuned checkpoint (finetune)")
     mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
     training = mode not in ("knn", "eval")
@@ -342,10 +342,10 @@ def main(argv=None):
     else:
         option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
                help="fraction of each class's labels to use, at least one label (1)")
-        option("--pool", choices=("mean", "token", "extra", "joined"), help="features: mean of the "
-               "patch tokens; class token; mean of the extra tokens (MINR's weight tokens); all "
-               "extra tokens, or else patch tokens, joined. MINR's default is joined or, if that "
-               f"makes more than {MOST_FEATURES} numbers, extra; that of other methods is (mean)")
+        option("--pool", choices=("mean", "token", "extra", "joined"), help="features. mean: "
+               "mean of patch tokens; token: class token; extra: mean of extra tokens (MINR's "
+               "weight tokens); joined: all extra or, without any, all patch tokens, concatenated "
+               f"(mean; for MINR joined, or extra if joined exceeds {MOST_FEATURES} numbers)")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
@@ -364,10 +364,10 @@ def main(argv=None):
         add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
             "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
         add("smoothing", "label smoothing", type=fraction, metavar="X")
-        if mode != "linear":                               # its encoder is frozen
+        if mode != "linear":                               # a probe's encoder is frozen
             add("drop_path", "drop path rate of the last block", type=fraction, metavar="X")
-            add("layer_decay", "learning rate of a layer, relative to that of the layer after it; "
-                "1: no decay", type=fraction, metavar="X")
+            add("layer_decay", "ratio of a layer's learning rate to the next layer's learning "
+                "rate; 1: no decay", type=fraction, metavar="X")
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
         f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n"
@@ -376,18 +376,18 @@ def main(argv=None):
 
 
 # Paper and release: where they differ, or torchvision differs from both, and what we do
-#   1. The papers' RandAugment (9, 0.5) draws magnitudes around 9 on a scale of 10; torchvision's is
-#      fixed, on a scale of 30, where 27 is equivalent.
-#   2. Random erasing (released code only) fills rectangles with the mean colour here, and with
-#      noise there.
-#   3. The linear probe uses SGD with momentum: the paper's LARS is for its batch of 16,384.
+#   1. The papers' RandAugment (9, 0.5) draws magnitudes around 9 on a scale of 10; torchvision uses
+#      a fixed magnitude on a scale of 30, where 27 is equivalent.
+#   2. Random erasing (released code only) fills rectangles with noise in the release, but with the
+#      mean colour here.
+#   3. The linear probe uses SGD with momentum; the paper uses LARS, for its batch of 16,384.
 #   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
-#   5. Probe and nearest neighbours use mean pooling too, so that all methods are comparable; the
-#      released probe uses the class token (--pool token). For MINR, weight tokens are read, not
-#      patch tokens: in the last block, its loss trains the outputs of the weight tokens only.
+#   5. Probe and nearest neighbours also use mean pooling, so that all methods are comparable; the
+#      released probe uses the class token (--pool token). For MINR, weight tokens are pooled, not
+#      patch tokens: in the last block, MINR's loss trains only the outputs of the weight tokens.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none); MAE's released
 #      command for ViT-B has 0.65.
-#   7. 100 epochs are for ViT-B (MAE, CrossMAE); both have 50 for ViT-L, and HyperMAE has 50.
+#   7. For ViT-B, MAE and CrossMAE have 100 epochs; for ViT-L, both have 50. HyperMAE has 50.
 
 if __name__ == "__main__":
     main()

@@ -1,15 +1,15 @@
-"""i-MAE: encode a mixture of two images and separate the two in its latent with linear layers.
+"""i-MAE: encode a mixture of two images, and separate the two in the latent with linear layers.
 
 Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
-F_2, turn its output into a latent for each image. From each, a shared MAE decoder predicts the
-image. A frozen MAE, the teacher, sees the unmixed image and gives the latent a target.
+F_2, turn its output into two latents, one for each image. From each latent, a shared MAE decoder
+predicts its image. A frozen MAE, the teacher, sees the unmixed image and gives the latent a target.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    mix = alpha images + (1-alpha) partners; x_1 is the subordinate image of a pair (with less
-    weight), x_2 the dominant one; z_i = F_i(encoder(mix)) is the latent for x_i, w_i the teacher's
+    mix = alpha images + (1-alpha) partners. In a pair, x_1 is the subordinate image (less weight),
+    x_2 the dominant one. z_i = F_i(encoder(mix)) is the latent for x_i, w_i the teacher's latent
     mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
@@ -30,21 +30,21 @@ class IMAE(nn.Module):
     patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, plain targets (item 8).
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
         teacher: dict(dim, depth, heads) of a frozen MAE's encoder (default: no teacher)
         mask_ratio: fraction of patches to mask (Table 1: 0.75, but 0.5 on ImageNet)
         norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)
-        decoder_dim: width of the decoder (MAE's)
-        decoder_depth: number of decoder blocks (MAE's)
-        decoder_heads: attention heads of the decoder (MAE's)
-        branches: 2, or 1 for only the subordinate image (Sections 2 and 3)
+        decoder_dim: width of the decoder (as in MAE)
+        decoder_depth: number of decoder blocks (as in MAE)
+        decoder_heads: attention heads of the decoder (as in MAE)
+        branches: 2 branches, or 1 for only the subordinate image (Sections 2 and 3)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         alpha: fixed weight of the first image (default: drawn from Beta(beta, beta))
         distill_weight: weight of the distillation loss, Algorithm 1's c (default: 1 with a teacher,
             0 without)
     """
 
-    recipe = dict(  # Table 1 for ImageNet (item 8); tests/FLAGS.md has CIFAR and Tiny-ImageNet
+    recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder. No
@@ -66,13 +66,13 @@ class IMAE(nn.Module):
         if distill_weight is None:
             distill_weight = 1.0 if teacher else 0.0
         require(teacher or distill_weight == 0,
-                f"distill_weight {distill_weight} needs a teacher: --teacher FILE")
+                f"distill_weight {distill_weight} needs a teacher: pass --teacher FILE")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.beta, self.alpha, self.distill_weight = beta, alpha, distill_weight
         p, q = self.encoder.patch_size
 
-        # F_1 and F_2, the paper's linear separation: a copy of MAE's decoder embedding per image
+        # F_1 and F_2, the paper's linear separation: MAE's decoder embedding, once for each image
         self.decoder_embed = nn.ModuleList(nn.Linear(dim, decoder_dim) for _ in range(branches))
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
         self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
@@ -89,7 +89,7 @@ class IMAE(nn.Module):
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
     def mix_images(self, images, partners, alpha):
-        """Mix images and partners (B,C,H,W); alpha, a number or (B,), is the weight of images.
+        """Mix images and partners (B,C,H,W); alpha, a number or (B,), is the weight of `images`.
         Returns mix and (x_1, x_2), subordinate and dominant images, (B,C,H,W) each. If alpha is
         exactly 0.5, `images` are subordinate (item 3). Raises ValueError if the shapes differ."""
         if partners.shape != images.shape:
@@ -104,7 +104,7 @@ class IMAE(nn.Module):
 
     def encode(self, mix, ids_keep):
         """Encode the visible patches ids_keep (B,K) of mix: the latents [z_1, z_2], (B,1+K,E) each.
-        (Algorithm 1 calls the encoder E_i and the decoder D_i. This i stands for i-MAE.)"""
+        (Algorithm 1 calls the encoder E_i and the decoder D_i; there, i stands for i-MAE.)"""
         mixed = self.encoder(mix, ids_keep)                            # (B, 1+K, D)
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
@@ -124,18 +124,18 @@ class IMAE(nn.Module):
     def teach(self, images, ids_keep):
         """Return the teacher's latents (B,1+K,E) of the patches ids_keep (B,K) of images."""
         latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) E_m, item 1
-        # to the decoder's width, where z_i lives; Algorithm 1 leaves this out (item 2)
+        # project to the decoder's width, which z_i has; Algorithm 1 omits this (item 2)
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E)
 
     def forward(self, images, noise=None, partners=None, alpha=None):
         """Return loss and metrics for normalised images and partners (B,C,H,W). noise (B,L) is
         random by default. Partners are Algorithm 1's perm(img), by default each image's predecessor
-        in the batch (item 7). alpha, a number or (B,), weighs images; draw_alpha draws the default.
+        in the batch (item 7). The weight of `images` is alpha, a number or (B,), drawn by default.
 
         Each branch adds two mean squared errors to the loss, a float32 scalar. The first is over
-        its image's masked patches; the second, times distill_weight, between its latent and the
-        teacher's (items 1, 2, 4). metrics has "loss" and its parts, detached: "subordinate",
-        "dominant" (with two branches) and "distill", before distill_weight."""
+        the masked patches of its image. The second is between its latent and the teacher's latent,
+        times distill_weight (items 1, 2, 4). metrics has "loss" and its parts, all detached:
+        "subordinate", "dominant" (with two branches) and "distill" (not yet weighted)."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -156,18 +156,18 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised, unmixed images (B,C,H,W) with the last branch: the dominant one
-        if there are two. Returns the images (B,C,H,W) and the mask (B,L), 1 = masked. All patches
-        are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
+        if there are two. Returns the reconstruction (B,C,H,W) and the mask (B,L), 1 = masked. All
+        patches are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
         model's; for leak_free see ViT.paste_patches."""
-        # alpha 1: the mixture is the image itself, which is also the dominant one
+        # alpha 1 makes the mixture the image itself, and the image the dominant one
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
     @torch.no_grad()
     def unmix(self, images, partners, alpha, noise=None, mask_ratio=None, leak_free=False):
-        """Mix images and partners, where alpha is the weight of images, and decode each branch.
-        Returns [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). leak_free takes mean
-        and variance from the mixture's visible pixels. For the other arguments see reconstruct."""
+        """Mix images and partners, where alpha is the weight of `images`, and decode each branch.
+        Returns [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). With leak_free, mean
+        and variance are from the mixture's visible pixels. For other arguments see reconstruct."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -175,14 +175,14 @@ class IMAE(nn.Module):
         decoded = []
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):
             pred = self.decode(z_i, ids_keep, ids_mask, ids.shape[1])  # (B, L, p*p*C)
-            statistics_from = mix if leak_free else x_i    # (B, C, H, W) mean and variance
+            statistics_from = mix if leak_free else x_i    # (B, C, H, W) for mean and variance
             decoded.append(self.encoder.paste_patches(statistics_from, pred, ids, ids_keep,
                                                       self.norm_pix_loss, leak_free))
         return decoded, mask
 
     def draw_alpha(self, device):
-        """Return the weight of images, a 0-dim tensor: one per batch, as in Algorithm 1. It is
-        self.alpha if set, otherwise a draw from Beta(beta, beta)."""
+        """Return the weight of `images`, a 0-dim tensor: one for the whole batch, as in Algorithm
+        1. It is self.alpha if set, otherwise a draw from Beta(beta, beta)."""
         alpha = self.alpha
         if alpha is None:
             alpha = torch.distributions.Beta(self.beta, self.beta).sample().item()
@@ -205,8 +205,8 @@ class IMAE(nn.Module):
         return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
 
     def figures(self, images):
-        """Return {"unmix": (caption, images (rows,columns,C,H,W))}: the first two images in
-        mixtures, as in Figures 6 and 7."""
+        """Return {"unmix": (caption, images (rows,columns,C,H,W))}: mixtures of the first
+        two images, as in Figures 6 and 7."""
         if len(images) < 2:
             return {}
         x_1, x_2, rows = images[:1], images[1:2], []
@@ -218,19 +218,19 @@ class IMAE(nn.Module):
             rows.append(torch.cat([mix, masked, decoded[0], pasted, x_1, x_2]))
         return {"unmix": (
             "one row per weight of the subordinate image, 0.05 to 0.45: mixture, masked mixture, "
-            "predicted subordinate image, the same with the mixture's visible patches, true "
-            "subordinate image, dominant image", torch.stack(rows))}
+            "predicted subordinate image, the same with the mixture's visible patches pasted in, "
+            "true subordinate image, true dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Mix each of the images (N,C,H,W) with its predecessor. With alpha up to 0.5 it is the
-        subordinate one. Returns a dict of latents, where NAME is each of `names`, one per branch:
+        """Mix each of the images (N,C,H,W), at weight alpha, with its predecessor. With alpha up to
+        0.5, the image is subordinate. Returns a dict of latents; `names` has a NAME per branch:
 
             mixed          (N,1+K,D)   the encoder's output for the mixture
             branch NAME    (N,1+K,E)   z_i, the branch's latent
             teacher NAME   (N,1+K,E)   w_i, the branch's target
             control        (N,1+K,E)   the teacher's latent of the mixture
 
-        All use one mask, so token t is always the same patch."""
+        All images get the same mask, so token t is always the same patch."""
         parts = defaultdict(list)
         for x_1, x_2 in zip(images.split(250), images.roll(1, 0).split(250)):
             ids_keep, _, _ = self.encoder.mask(x_1, self.same_noise(x_1), self.mask_ratio)
@@ -244,8 +244,8 @@ class IMAE(nn.Module):
         return {name: torch.cat(part) for name, part in parts.items()}
 
     def subordinate_psnr(self, images, alpha):
-        """Return the PSNR (N,) in dB of the masked pixels of images (N,C,H,W), as predicted by the
-        first branch from mixtures with their predecessors."""
+        """Mix each of the images (N,C,H,W), at weight alpha, with its predecessor. Returns the PSNR
+        (N,) in dB of each image's masked pixels, as predicted by the first branch."""
         decibels = []
         for x_1, x_2 in zip(images.split(250), images.roll(1, 0).split(250)):
             decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))
@@ -257,9 +257,9 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def measures(self, train, val):
-        """Measure linear separability on normalised images val (N,C,H,W); the measure is ours.
-        Returns {title: rows} with a row {name: number} for each weight in ALPHAS, or {} for fewer
-        than 10 images. The title explains the numbers. Linear maps are fitted on images `train`."""
+        """Measure linear separability on normalised images `val` (N,C,H,W), in our own way. Returns
+        {title: rows} with a row {name: number} for each weight in ALPHAS, or {} for fewer than 10
+        images. The title explains the numbers. Linear maps are fitted on the images `train`."""
         if len(val) < 10:
             return {}
         names = ("subordinate", "dominant")[:len(self.decoder_embed)]
@@ -276,21 +276,21 @@ class IMAE(nn.Module):
                                                            score[target])
             rows.append(row)
         title = (f"{len(val)} mixtures of two images for each weight alpha of the subordinate one; "
-                 f"psnr: PSNR in dB of its masked pixels")
+                 f"psnr: PSNR in dB of that image's masked pixels")
         if self.norm_pix_loss:
-            title += ", with their patches' true mean and variance"
+            title += ", un-normalised with the true mean and variance of each patch"
         if self.teacher:
-            title += (f"; R^2 (1 is best) of linear maps, fitted on {len(train)} training images, "
-                      f"from the branch or mixed latent to the teacher's latent of the unmixed "
-                      f"image; control: from the teacher's own latent of the mixture, although it "
-                      f"never saw one in training")
+            title += (f"; others: R^2 (1 is best) of linear maps, fitted on {len(train)} training "
+                      f"images, to the teacher's latent of the unmixed image, from the branch's "
+                      f"latent (branch), the encoder's output (mixed), or the teacher's latent of "
+                      f"the mixture (control), although the teacher was trained on no mixtures")
         return {title: rows}
 
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """Fit a linear map from x (N,T,a) to y (N,T,b), T tokens, by ridge regression, (X^T X + lambda
-    I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction that it explains of the variance
-    of y_val, around y's mean for each token."""
+    I)^-1 X^T Y. Returns the map's R^2 on x_val and y_val: the fraction of the variance of y_val,
+    around the mean of y for each token, that the map explains."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
@@ -305,8 +305,8 @@ def draw_partners(indices, labels, same_class, generator):
     """Draw partners (n,) for the images `indices` (n,), out of N images with labels (N,). Without
     same_class, any other image can be drawn. With it, this is semantics-enhanced sampling (Section
     1, Table 2): a fraction r = same_class of the partners have the image's class, the others do
-    not. The k-th of `indices` gets a partner of its class if floor((k+1) r) > floor(k r), which
-    spreads these evenly over batches."""
+    not. Image k of `indices` gets a partner of its class if floor((k+1) r) > floor(k r), which
+    spreads such partners evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 
@@ -319,35 +319,35 @@ def draw_partners(indices, labels, same_class, generator):
     k = torch.arange(n, dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
     # Sort the images by class. A partner of the same class is at another place in the image's
-    # block, counting on from the image and around. One of another class is at a place outside it,
-    # counting on from its end and around. The numbers are for labels 1 0 1 0, indices 0 1 2 3.
+    # block: count on from the image, and wrap around. A partner of another class is outside the
+    # block: count on from its end, and wrap around. Below, labels are 1 0 1 0, indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
     place = by_class.argsort()[indices]                    # place of each image (2 0 3 1)
     sizes = labels.bincount()                              # size of each block (2 2)
     size = sizes[labels[indices]]                          # size of each image's block (2 2 2 2)
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # start of each image's block (2 0 2 0)
     mate = start + (place - start + 1 + choose(size - 1)) % size   # the mate's place (3 1 2 0)
-    other = (start + size + choose(N - size)) % N          # place outside it (image 0: 0 or 1)
-    return by_class[torch.where(same, mate, other)]        # with mates only: images (2 3 0 1)
+    other = (start + size + choose(N - size)) % N          # outside the block (image 0: 0 or 1)
+    return by_class[torch.where(same, mate, other)]        # if all get mates: images (2 3 0 1)
 
 
 def check_same_class(labels, classes, same_class):
-    """Raise InputError if draw_partners could not find partners for a fraction same_class among
+    """Raise InputError if draw_partners cannot find partners for a fraction same_class among the
     images with labels (N,). `classes` are the class names, empty if the images have no labels."""
     if same_class is None:
         return
-    sizes = labels.unique(return_counts=True)[1]           # of each class
+    sizes = labels.unique(return_counts=True)[1]           # size of each class
     has_mates = same_class == 0 or sizes.min() >= 2
     has_others = same_class == 1 or len(sizes) >= 2
     require(classes and has_mates and has_others,
-            f"--same_class {same_class} needs class folders: above 0, each needs at least two "
-            f"images; below 1, there must be at least two folders")
+            f"--same_class {same_class} needs class folders: at least two images in each, if it "
+            f"is above 0, and at least two folders, if it is below 1")
 
 
 def teacher_of(checkpoint, config):
     """Turn a checkpoint from train.read into the teacher of an IMAE with constructor arguments
-    `config`. Returns its {dim, depth, heads} and the state dict for IMAE.teacher. Raises InputError
-    unless it is an MAE with the same image size, patch size, channels and decoder width."""
+    `config`. Returns the teacher's {dim, depth, heads} and state dict. Raises InputError unless the
+    checkpoint is an MAE with the same image size, patch size, channels and decoder width."""
     sizes, state = checkpoint["config"], checkpoint["model"]
     require(checkpoint["method"] in ("mae", None)
             and state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"},
@@ -361,22 +361,22 @@ def teacher_of(checkpoint, config):
 
 
 # Paper and release: where they differ, and what we do
-#   1. In Algorithm 1 nothing is masked, and the teacher gets the unmixed images. In the release it
-#      gets the student's visible patches, but of the mixture, for both latents. Here it gets the
-#      student's visible patches of the unmixed images.
-#   2. Algorithm 1's l2_loss(z1, x1) must mean w1. As in the release, w_i follows the teacher's
-#      decoder embedding and z_i follows F_i. The mean squared error includes the class token.
-#   3. In Algorithm 1, x1 and x2 are first the images and partners, then our x_1 and x_2. At exactly
-#      alpha = 0.5, images are subordinate, as in the release; in Algorithm 1 partners are.
-#   4. The branches' losses are added, not averaged (the paper and the release).
-#   5. Algorithm 1 always normalises targets; Section 1 has plain pixels on CIFAR and Tiny-ImageNet.
-#      The release accepts norm_pix_loss and ignores it; here it works.
-#   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding,
-#      which the release also keeps but never uses. Otherwise they have Xavier initialisation (in
-#      the release, PyTorch's default).
+#   1. In Algorithm 1, nothing is masked, and the teacher sees the unmixed images. In the release,
+#      for both latents, it sees the mixture, at the same visible patches as the student. Here it
+#      sees the unmixed images, at the same visible patches as the student.
+#   2. In Algorithm 1's l2_loss(z1, x1), x1 must mean w1. As in the release, w_i is the output of
+#      the teacher's decoder embedding, z_i of F_i. The mean squared error includes the class token.
+#   3. In Algorithm 1, x1 and x2 are first the images and partners, later our x_1 and x_2. At alpha
+#      0.5, images count as subordinate, as in the release; in Algorithm 1, partners do.
+#   4. As in the paper and the release, the losses of the branches are added, not averaged.
+#   5. Algorithm 1 always normalises targets; in Section 1 they are plain pixels on CIFAR and
+#      Tiny-ImageNet. The release accepts norm_pix_loss and ignores it; here it works.
+#   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding.
+#      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release
+#      also keeps the MAE's decoder embedding, but never uses it.
 #   7. The paper mixes within the batch, as does `forward` without partners. train.py draws partners
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
-#   8. On ImageNet, Section 1 uses MAE's blr, 1.5e-4, but Table 1 says 1e-3, which we follow. To
+#   8. On ImageNet, Section 1 uses MAE's blr of 1.5e-4; we follow Table 1, which has 1e-3. To
 #      classify, Section 1 uses mask ratio 0.75 (our default) and `--norm_pix_loss`; for figures,
-#      0.5 and plain targets. Settings that neither has are MAE's, e.g. 800 epochs (release: 400).
-#   9. The release's figures paste in x_1's visible patches; ours paste in the mixture's.
+#      0.5 and plain targets. Settings in neither are MAE's, e.g. 800 epochs (release: 400).
+#   9. In figures, the release pastes in the visible patches of x_1; we paste in the mixture's.

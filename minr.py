@@ -1,16 +1,16 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
-2507.22404). Release: https://github.com/heosuab/MINR. Its hypernetworks are TransINR (Chen, Wang,
-ECCV 2022) and GINR (Kim et al., CVPR 2023; https://github.com/kakaobrain/ginr-ipc has both).
+2507.22404). Release: https://github.com/heosuab/MINR. MINR uses the hypernetworks TransINR (Chen,
+Wang, ECCV 2022) and GINR (Kim et al., CVPR 2023); https://github.com/kakaobrain/ginr-ipc has both.
 
-An implicit neural representation (INR) of an image is an MLP from a coordinate to its colour. Here
-a ViT reads an image with 75% of its patches set to zero, and learned weight tokens. Its outputs for
-these tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
+An implicit neural representation (INR) of an image is an MLP that maps coordinates to colours. Here
+a ViT reads learned weight tokens and an image with 75% of its patches set to zero. Its outputs for
+the weight tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
 
-    B images, L patches, K visible, D width, N rendered pixels; layer i of the MLP has a_i inputs
-    and b_i outputs. The G weight tokens are the `extra_tokens` of vit.ViT. A modulated layer i gets
-    g_i of them, its `groups`, and each becomes a column of a_i numbers
+    B images, L patches, K visible, D encoder width, N rendered pixels. Layer i of the MLP has a_i
+    inputs and b_i outputs. The G weight tokens are the `extra_tokens` of vit.ViT. A modulated layer
+    i gets g_i of these tokens, its `groups`; each token becomes a column of a_i numbers
     images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
     coordinates (N,2) and weights -> colours (B,N,C)
 """
@@ -47,35 +47,35 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, called "paper" below. Defaults, such as 182 x 182 pixels in a 14 x 14 grid of patches
-    (item 1), follow it. Where it gives no value, they follow the release.
+    the paper, called "paper" below. Defaults follow this summary, e.g. 182 x 182 pixels in a grid
+    of 14 x 14 patches (item 1). Where it gives no value, they follow the release.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
-        hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: as the matrix
-            product of predicted and shared weights, with rank at most `groups`. transinr: as the
-            elementwise product of shared weights and `groups` predicted columns, repeated to fit
-        modulated_layers: image-specific layers of the MLP, counting from 0, e.g. 0,1 (default: the
-            second for ginr, all for transinr; Sec. 3.2)
+        hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: matrix product
+            of predicted and shared weights, with rank at most `groups`. transinr: elementwise
+            product of shared weights and `groups` predicted columns, which are repeated to fit
+        modulated_layers: image-specific layers of the MLP, counted from 0, e.g. 0,1 (default: layer
+            1 for ginr, all layers for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
         groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
             (default: 256 for ginr, 64 for transinr; release, item 7)
-        ff_dim: number of cosine features, and of sine features (release)
+        ff_dim: number of cosine features, and also of sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate within its pixel, so that larger renderings
-            show no grid (the release does so except on CelebA)
+        coord_jitter: in training, move each coordinate at random within its pixel, so that larger
+            renderings show no grid (the release does this except on CelebA)
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as the paper gives none. `crop` replaces its
-        # resize and random crop. tests/FLAGS.md has more flags, also for CelebA. The release cuts
-        # TransINR's learning rate to a tenth after 80% of the epochs; this is not implemented
+    recipe = dict(  # the release's for Imagenette, as the paper gives no recipe. `crop` replaces
+        # the release's resize and random crop. tests/FLAGS.md has more flags, also for CelebA. The
+        # release divides TransINR's learning rate by 10 after 80% of the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
@@ -97,7 +97,7 @@ class MINR(nn.Module):
         require(0 < pixel_fraction <= 1,
                 f"pixel_fraction {pixel_fraction} must be above 0 and at most 1")
         require(ff_dim >= 2 and ff_dim % 2 == 0, f"ff_dim {ff_dim} must be even and at least 2")
-        if modulated_layers is None:                       # Sec. 3.2: the second layer is 1
+        if modulated_layers is None:                       # Sec. 3.2: the second layer has index 1
             modulated_layers = [1] if hypernetwork == "ginr" else range(mlp_depth)
         if groups is None:
             groups = 256 if hypernetwork == "ginr" else 64             # items 7, 8
@@ -135,8 +135,8 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Encode masked images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
-        classifies the same tokens, because no gradient of the loss reaches the patch tokens that
-        the last block returns."""
+        uses the same tokens as features, because no gradient of the loss reaches the patch tokens
+        that the last block returns."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -146,14 +146,14 @@ class MINR(nn.Module):
         return tokens[:, -len(self.encoder.extra_tokens):]             # (B, G, D)
 
     def modulate(self, tokens):
-        """Turn weight tokens (B,G,D), grouped by modulated layer, into all layers of the MLP, a
-        list of (W, bias) (Sec. 3.2, item 3). U is predicted from the image, V is shared by all:
+        """Turn weight tokens (B,G,D), grouped by modulated layer, into a list of (W, bias) for all
+        layers of the MLP (Sec. 3.2, item 3). U is predicted from the image; all images share V:
 
             GINR           W = U V               (B,a,b) from (B,a,g) and (g,b): rank at most g
             TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
             other layers   W = V                 (a,b)
 
-        to_weights turns the layer's k-th weight token into column k of U. Every column of W is then
+        to_weights turns weight token k of a layer into column k of U. Every column of W is then
         scaled to length 1 (item 5). Biases (b,) are shared."""
         tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
         layers = []
@@ -170,8 +170,8 @@ class MINR(nn.Module):
         return layers
 
     def decode(self, coords, layers):
-        """Evaluate the MLP with the layers from modulate: return the colours (B,N,C) at coordinates
-        (N,2), the same for all images, or (B,N,2). With (N,2), layers before the first
+        """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C) at coordinates
+        (N,2), shared by all images, or (B,N,2). With (N,2), the layers before the first
         image-specific one run once for all images. Colours are float32, even under autocast."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
@@ -194,16 +194,16 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels, but divided by their expected number: the number drawn
-            # varies, and dividing by that would make the loss depend on --accum
+            # the error summed over masked pixels, divided by their expected number. Dividing by
+            # the number drawn, which varies, would make the loss depend on --accum
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
     def sample_pixels(self, images, mask):
         """Choose the pixels of images (B,C,H,W) for the loss: all or, in training, a random
         pixel_fraction. Returns their coordinates (N,2), their colours (B,N,C), and which of them
-        are masked (B,N). In training, coord_jitter moves the coordinates. Torch's generator draws
-        the random numbers, which are the same for all images."""
+        are masked (B,N). In training, coord_jitter moves the coordinates. The random numbers come
+        from PyTorch's default generator, and are the same for all images."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
         colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
@@ -249,28 +249,28 @@ class MINR(nn.Module):
         native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
         large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
         upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")  # (rows, C, 4H, 4W)
-        return {"rendered": ("rendered at 4x the size (--coord_jitter in training avoids a grid), "
-                             "and rendered at the model's size and upscaled bicubically",
+        return {"rendered": ("rendered at 4x the model's size (training with --coord_jitter avoids "
+                             "a grid); rendered at the model's size, then upscaled bicubically",
                              torch.stack([large, upscaled], dim=1))}
 
 
 # Paper and release: where they differ or are silent, and what we do
-#   1. The paper's "14 x 14 patches" of 182 x 182 pixels can mean a grid of 14 x 14 patches or
-#      patches of 14 x 14 pixels. We use the grid, because the release masks patches of 13 pixels.
-#      These are also our tokens; the release's are patches of 9 pixels.
+#   1. The paper's "14 x 14 patches" for 182 x 182 pixels can mean a grid of 14 x 14 patches or
+#      patches of 14 x 14 pixels. We use the grid, because the release masks patches of 13 x 13
+#      pixels. These patches are also our tokens; the release's tokens are patches of 9 x 9 pixels.
 #   2. The release masks each patch with probability 0.75; we mask the same number in every image.
-#   3. In the paper TransINR predicts all weights; GINR has no formula there. In the release both
-#      predict only a factor U of the weights (see modulate), and biases are shared. So do we.
-#   4. Modulated GINR layers of the release also have unused shared weights. Ours have none.
-#   5. As in the release, every column of weights is scaled to length 1, in shared layers too, and
+#   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
+#      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
+#   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
+#   5. As in the release, every column of weights is scaled to length 1, also in shared layers, and
 #      `out_bias` is added to the colours.
 #   6. The release's ViT has learned positions and dropout. Ours, vit.ViT, has fixed positions and a
-#      class token. Both have no final norm.
-#   7. The paper does not give hidden_dim, groups, ff_dim and ff_sigma; the values are the
-#      release's. With 256 groups, GINR's layer has full rank. On CelebA its ff_sigma is 64. Pixel
-#      centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
-#   8. The paper claims fewer parameters than MAE, which depends on the sizes and is not tested
-#      here. GINR predicts 65,536 numbers for one layer of full rank, TransINR 66,304 for all five.
-#   9. As in the release, shared weights (a,b) have PyTorch's default for linear layers, but in the
+#      class token. Neither has a final norm.
+#   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
+#      release's. On CelebA, GINR's ff_sigma is 64. With 256 groups, GINR's layer has full rank. The
+#      pixel centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
+#   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
+#      it. GINR predicts 65,536 numbers for one full-rank layer, TransINR 66,304 for all five.
+#   9. As in the release, shared weights (a,b) are drawn like PyTorch's linear layers, but in the
 #      transposed layout, so that the bound is 1/sqrt(outputs). Columns are normalised, so the scale
 #      matters only relative to the learning rate.
