@@ -3,17 +3,17 @@
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
 
 A method may have its own flags after colons, including batch_size, amp, compile and
-grad_checkpointing: mae:amp=bf16:compile. Each gets a row: the median of --steps training steps
-(train.train_step: forward, backward, optimizer) on a synthetic batch, the methods in turn. The
+grad_checkpointing: mae:amp=bf16:compile. The methods take turns. Each gets a row for the median of
+--steps training steps (train.train_step: forward, backward, optimizer) on a synthetic batch. The
 columns:
 
     img/s, ms/step   of the median step
     GiB              peak memory: weights, optimizer and batch, and what a step allocates
     GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
-    TFLOP/s, MFU %   of forward and backward passes, counted; in 16 bits, as a fraction of the
-                     device's peak, if known. A few % mean that launching kernels takes the time:
-                     try a higher --batch_size
-    time, memory     per image and in total, relative to the first row of that image size
+    TFLOP/s          of forward and backward passes, counted
+    MFU %            TFLOP/s in 16 bits, relative to the device's peak, if known. A few % mean that
+                     launching kernels takes the time: try a higher --batch_size
+    time, memory     time per image and total memory, relative to the first row of that image size
 """
 
 import argparse
@@ -73,7 +73,7 @@ def attention(B, heads, N, D, args):
 
 
 def add_own(parser):
-    """Add the flags that are also arguments of each method."""
+    """Add the flags that each method can also set for itself."""
     option = parser.add_argument
     option("--batch_size", type=number(int, 1), help="(16)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), help="(auto)")
@@ -144,9 +144,9 @@ class Case:
 
 
 def measure(cases, steps, warmup):
-    """Return a row, a dict, for each of the cases. Ratios are relative to the first one."""
+    """Return a row, a dict, for each case. Its time and memory are relative to the first case."""
     if any(case.args.compile for case in cases):
-        config = torch._dynamo.config                      # more than 8 graphs: not compiled
+        config = torch._dynamo.config                      # by default, at most 8 graphs compile
         new = hasattr(config, "recompile_limit")
         setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
     for case in cases:
@@ -155,7 +155,7 @@ def measure(cases, steps, warmup):
     memory = [case.memory() for case in cases]
     seconds, losses = [[] for _ in cases], [0.0] * len(cases)
     for i in tqdm(range(steps), str(cases[0].img_size), leave=False, disable=None):
-        for k in range(len(cases))[::1 if i % 2 else -1]:  # none is always the first
+        for k in range(len(cases))[::1 if i % 2 else -1]:  # no case is always the first
             began = time.perf_counter()
             losses[k] = cases[k].step()
             seconds[k].append(time.perf_counter() - began)
@@ -187,7 +187,7 @@ def main(argv=None):
     option("--method", nargs="+", help="(all)")
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
-        option(f"--{part}", type=count, help=f"{part} of the encoder (that of --size)")
+        option(f"--{part}", type=count, help=f"{part} of the encoder (from --size)")
     option("--img_size", nargs="+", type=side_or_pair, default=[(224, 224)],
            help="a side or H,W (224)")
     option("--patch_size", type=side_or_pair, help="a side or H,W (16)")

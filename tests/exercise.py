@@ -1,15 +1,15 @@
 """Exercises: rewrite functions of this project and check them.
 
     python -m tests.exercise                           # the list, from easy to hard
-    python -m tests.exercise mae.MAE.forward           # removes that body from mae.py
-    python -m tests.exercise --check mae.MAE.forward   # is it right? if not, where and how?
+    python -m tests.exercise mae.MAE.forward           # removes its body from mae.py
+    python -m tests.exercise --check mae.MAE.forward   # is it right? if not, where is it wrong?
     python -m tests.exercise --check                   # check all, one line each
     python -m tests.exercise --handout FOLDER NAMES    # a copy for students, without those bodies
 
-A check calls your function on tiny inputs and compares its results and gradients with plain-loop
-references (tests/references.py). During a check these also replace all other exercise functions,
-so you can check one function while others are missing or wrong. Ties, speed and errors for
-invalid arguments are not checked.
+A check calls your function on tiny inputs and compares its results and gradients with those of a
+plain-loop reference (tests/references.py). During a check, references also replace all other
+exercise functions, so you can check one function while others are missing or wrong. Ties, speed and
+errors for invalid arguments are not checked.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from tests.references import EXERCISES, Different
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
-TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that layers below produce
-# what stays of the comments in a body that is removed
+TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that earlier layers compute
+# the parts of a removed body's comments that stay
 SOURCES = r"(?:ViT )?eq\. \d+(?:, \d+)*|Sec\. [\d.]*\d|(?:Table|Figure|Algorithm|items?) \d\w*"
 
 
@@ -47,7 +47,7 @@ def find(name):
 
 # -------------------------------------------------------------------------- comparing two results
 def shapes(value):
-    """Describe the shape of a result, the same for lists and tuples: "[(2, 3), number]"."""
+    """Describe the shape of a result, e.g. "[(2, 3), number]"; lists and tuples look alike."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shapes(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, (list, tuple)):
@@ -62,8 +62,8 @@ def shapes(value):
 
 
 def leaves(value, names):
-    """Yield every tensor or number of a result, as (label, names of its axes, value); `names` are
-    the `returns` of references.exercise."""
+    """Yield every tensor or number in a result, as (label, names of its axes, value); `names` is
+    the argument `returns` of references.exercise."""
     if isinstance(value, dict):
         for key in sorted(value):
             for label, axes, leaf in leaves(value[key], ""):
@@ -116,10 +116,10 @@ def difference(expected, yours, names):
 
 
 def hint(name, args, yours):
-    """Return a hint if the wrong result is that of a common mistake, otherwise ""."""
+    """Return a hint if a common mistake gives the same wrong result, otherwise ""."""
     item = EXERCISES[name]
     for slip, text in item.slips.items():
-        with contextlib.suppress(Exception):               # some cannot be made with all arguments
+        with contextlib.suppress(Exception):               # some mistakes need other arguments
             wrong = item.call(lambda *args: item.reference(*args, slip=slip), *args)
             if not difference(wrong, yours, item.returns):
                 return f"\n  Hint: {text}"
@@ -127,8 +127,8 @@ def hint(name, args, yours):
 
 
 def training_effects(result, names, model, inputs):
-    """What matters for training: {which parts of a result require a gradient, and the gradient of
-    each parameter and of the arguments in TRAINED among `inputs`, {name: value}}."""
+    """Return what matters for training, {words: value}: whether each part of a result requires a
+    gradient, and the gradients of parameters and of those `inputs` {name: value} in TRAINED."""
     effects, total = {}, torch.zeros(())
     for label, _, leaf in leaves(result, names):
         leaf = torch.as_tensor(leaf)
@@ -181,7 +181,7 @@ def compare(name, function, args):
     expected = item.call(item.reference, *args)            # yours may change the model
     yours = item.call(function, *clones)
     if torch.is_tensor(yours) and yours.ndim and shapes([*yours]) == shapes(expected):
-        yours = [*yours]                                   # as good as a list
+        yours = [*yours]                                   # a stacked tensor is as good as a list
     for key, arg, clone in zip(keys, args, clones):
         if torch.is_tensor(arg) and not torch.equal(arg, clone):
             raise Different(f"it modifies its argument {key} in place: work on a copy")
@@ -243,7 +243,7 @@ def file_of(name):
 
 def find_body(text, name):
     """Return the syntax tree of the function `name` in the text of its file, and the number of
-    lines up to its body, which comes after the docstring."""
+    lines before its body; the docstring is not part of the body."""
     node = ast.parse(text)
     for part in name.split(".")[1:]:
         node = next(child for child in node.body if getattr(child, "name", None) == part)
@@ -266,8 +266,8 @@ def git(*words):
 
 
 def remove(folder, name, message):
-    """Remove the body of the function `name` from its file in `folder`, and return the function's
-    line. Signature, docstring and the sections, equations and items in its comments stay."""
+    """Remove the body of the function `name` from its file in `folder`, and return its line
+    number. Its signature, docstring and the sources that its comments name (SOURCES) stay."""
     path = folder / file_of(name)
     text = path.read_text(encoding="utf-8")
     node, start = find_body(text, name)
@@ -302,7 +302,7 @@ def remove_here(names):
     files = " ".join(sorted({file_of(name) for name in names}))
     print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
           f"Get it back:  git checkout HEAD -- {files}\n"
-          f"              (whole files; git stash push {files} keeps what you wrote)")
+          f"              (these are whole files; to keep what you wrote: git stash push {files})")
 
 
 def handout(folder, names):
@@ -336,23 +336,23 @@ def handout(folder, names):
             remove(folder, COPIES[name], f"{COPIES[name]} (the same as {name})")
             page.append(f"`{COPIES[name]}` is the same function: copy yours there.")
     (folder / "TASKS.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md. Its other "
-          f"functions are complete, and some are similar")
+    print(f"{folder}: {len(names)} of {len(EXERCISES)} exercises, described in TASKS.md. All other "
+          f"functions are complete, and some are similar to the removed ones")
 
 
 def main(argv=None):
-    """The command line. Returns 0 if all checks pass, 1 if not, and 2, with a one-line message, if
-    it refuses."""
+    """Run the command line. Returns 0 if all checks pass, otherwise 1. Invalid input ends the
+    program with a one-line message and exit status 2."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="exercises whose bodies are "
-                        "removed from the files here; without names, list all")
-    parser.add_argument("--check", action="store_true", help="check these, or all without names")
-    parser.add_argument("--handout", type=Path, metavar="FOLDER", help="leave the files here "
-                        "untouched and remove the bodies in a copy in FOLDER")
+                        "removed from the files here (default: list all exercises)")
+    parser.add_argument("--check", action="store_true", help="check these exercises (default: all)")
+    parser.add_argument("--handout", type=Path, metavar="FOLDER", help="remove the bodies "
+                        "only in a copy of the project, in the new folder FOLDER")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in EXERCISES:
-            refuse(f"{name} is not an exercise: run it without a name for the list")
+            refuse(f"{name} is not an exercise: python -m tests.exercise lists all")
     names = [name for name in EXERCISES if name in args.names]
     if args.check:
         return report(names)

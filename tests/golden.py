@@ -1,10 +1,9 @@
-"""Replay the reference numbers in tests/golden/*.pt, made with the released codes, through this
-project's classes.
+"""Recompute the reference numbers of the released code, in tests/golden/*.pt, with our classes.
 
 `replay(fixture)` builds the model from `config` and `state_dict`, runs it on the fixture's inputs
-and returns this project's own loss, predictions and gradients, the latter under released names. It
-never reads an expected value. The mapping from released names to ours lives here, except where
-public checkpoints exist: that one is vit.from_released."""
+and returns this project's own loss, predictions and gradients. Gradients have the released names.
+It never reads an expected value. Released names are mapped to ours here, except for methods with
+public checkpoints: vit.from_released maps those."""
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +54,8 @@ def prepare(model, config, state):
 
 
 def gradients(model, loss, fixture, released=lambda name: name):
-    """Return {released name: gradient} of the trainable parameters, or of those in `grad_names`;
-    zeros for what the release has but does not use."""
+    """Return {released name: gradient} for the trainable parameters, or for those in `grad_names`;
+    zeros for parameters that the release has but does not use."""
     model.zero_grad()
     loss.backward()
     grads = {released(name.removeprefix("encoder.")): p.grad
@@ -104,7 +103,7 @@ def replay_crossmae(fixture):
     prepare(model, config, state)
     images, noise = fixture["images"], fixture["noise"]
     loss, _ = model(images, noise)
-    with torch.no_grad():                                  # as in training: only the predicted ones
+    with torch.no_grad():                                  # as in training: only these patches
         ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
         ids = ids_mask[:, model.unpredicted:].sort(dim=1).values
         pred = model.decode(model.encode(images, ids_keep), ids)
@@ -228,7 +227,7 @@ def replay(fixture):
 
 
 def distances(fixture):
-    """Return the largest difference of loss, predictions and gradients from a fixture's."""
+    """Return the largest differences of loss, predictions and gradients from those in a fixture."""
     ours = replay({k: v for k, v in fixture.items() if k not in EXPECTED})
     assert ours["grads"].keys() >= fixture["grads"].keys() and len(fixture["grads"]) > 2
 

@@ -1,7 +1,7 @@
 """Plain-loop references of the exercise functions, for tests/exercise.py.
 
-A reference takes the arguments of its function and, as `slip`, the name of a common mistake, which
-it then makes. So a check can tell a student which mistake leads to a wrong result.
+A reference takes the arguments of its function and `slip`, the name of a common mistake to make. So
+a check can tell a student which mistake leads to a wrong result.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-EXERCISES = {}                                             # {name: what exercise() is given}
+EXERCISES = {}                                             # {name: the arguments of exercise()}
 
 
 class Different(Exception):
@@ -21,10 +21,10 @@ class Different(Exception):
 def exercise(name, section, task, returns, cases, call=None, **slips):
     """Register the reference of an exercise.
 
-    returns: names of the axes of the result, e.g. "image, patch"; a tuple of these, each with a
-        label, e.g. "mask: image, patch"; [one] for a list of any length
-    cases(module): the arguments of each call, a list of tuples
-    call(function, *arguments): what is compared; None: what the function returns
+    returns: names of the result's axes, e.g. "image, patch"; for a tuple, a tuple of these, each
+        with a label, e.g. "mask: image, patch"; for a list of any length, [names for its elements]
+    cases(module): returns a list of tuples, the arguments of each call
+    call(function, *arguments): returns what to compare (default: what the function returns)
     slips: {slip: the hint for this mistake}
     """
     def register(reference):
@@ -36,8 +36,8 @@ def exercise(name, section, task, returns, cases, call=None, **slips):
 
 
 def build(cls, *sizes, **options):
-    """Return a module of these sizes, or a tiny model with 2 visible patches out of 2 x 3. All its
-    weights are random, those of norms too."""
+    """Return a module of these sizes or, without sizes, a tiny model with 2 of 2 x 3 patches
+    visible. All trained weights are random, including those of norms."""
     names, known = inspect.signature(cls.__init__).parameters, dict(
         img_size=(4, 6), patch_size=2, dim=8, depth=1, heads=2, mask_ratio=0.6,
         prediction_ratio=0.6, decoder_dim=12, decoder_depth=1, decoder_heads=2, hidden_dim=6,
@@ -67,7 +67,7 @@ def random_inputs(B=2):
     channels="the channel varies slowest within a patch. It should vary fastest.",
     columns="patches are sorted column by column. Raster order is row by row.",
     inside="pixels within a patch are sorted column by column. They should be row by row.",
-    memory="these are neighbours in memory, not in the image. A reshape cannot cut out squares.")
+    memory="a patch has neighbours in memory, not in the image. A reshape cannot cut out squares.")
 def patchify(images, patch_size, slip=""):
     B, C, H, W = images.shape
     p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
@@ -92,12 +92,12 @@ def patchify(images, patch_size, slip=""):
     ("patches: image, patch, value", "mean: image, patch, column", "std: image, patch, column"),
     lambda vit: [(torch.stack([torch.randn(3, 4) + 1, torch.cat([
         torch.full((2, 4), 0.5), 1e-3 * torch.randn(1, 4)])]),)],
-    biased="the variance is biased (over N). The docstring says unbiased.",
+    biased="the variance is biased (divided by N). The docstring says unbiased.",
     epsilon="a patch of one colour has variance 0. What does the docstring add to it?",
     outside="1e-6 is added to the standard deviation. It should be added to the variance.",
-    clamped="the variance is at least 1e-6. It should be increased by 1e-6.",
-    squared="the patches are divided by the variance. It should be its square root.",
-    image="mean and variance are those of a whole image. Each patch has its own.")
+    clamped="the variance is clamped to at least 1e-6. Instead, 1e-6 should be added to it.",
+    squared="the patches are divided by the variance. Divide by its square root.",
+    image="mean and variance are computed over a whole image. Each patch has its own.")
 def normalize_patches(patches, slip=""):
     result, means, stds = torch.empty_like(patches), [], []
     for b, image in enumerate(patches.tolist()):
@@ -122,13 +122,13 @@ def normalize_patches(patches, slip=""):
     "vit.masking", "MAE Sec. 3, Masking", "sort noise to choose visible patches",
     ("ids_keep: image, place", "ids_mask: image, place", "mask: image, patch"),
     lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 35), 0.8)],
-    highest="the patches with the highest noise are visible. It should be the lowest.",
+    highest="the patches with the highest noise are visible. Those with the lowest should be.",
     inverted="the mask is inverted. 1 is masked, 0 visible.",
     count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
     first="all images have the first one's mask. Each has its own noise.",
     raster="the ids are in raster order. They should be sorted by noise.",
-    ranks="these are the ranks of the patches. The ids are the patches, sorted by rank.",
-    shuffled="the mask is sorted by noise. Its entry i should belong to patch i.")
+    ranks="the ids are the ranks of the patches. They should be the patches, sorted by rank.",
+    shuffled="the mask is sorted by noise. Its entry i should be for patch i.")
 def masking(noise, mask_ratio, slip=""):
     L = noise.shape[1]
     K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
@@ -151,9 +151,9 @@ def masking(noise, mask_ratio, slip=""):
     "vit.sincos_pos_embed", "MAE Appendix A.1", "fixed sine-cosine positions",
     "batch, token, channel", lambda vit: [(12, (2, 3)), (8, (3, 2))],
     rows="the first half of the channels encodes the row. It should encode the column.",
-    cosines="cosines come before sines.",
-    interleaved="sines and cosines alternate. In each half, all sines come before all cosines.",
-    endpoint="the frequencies are wrong. They are 10000^(-i/n): i ends at n-1 but is divided by n.",
+    cosines="cosines come before sines. The sines should come first.",
+    interleaved="sines and cosines alternate. In each half, all sines should come first.",
+    endpoint="the frequencies are wrong. In 10000^(-i/n), i ends at n-1 but is divided by n.",
     token="the class token has a position. Its row should be zero.")
 def sincos_pos_embed(dim, grid, slip=""):
     (h, w), n, table = grid, dim // 4, [[0.0] * dim]
@@ -176,11 +176,11 @@ def sincos_pos_embed(dim, grid, slip=""):
 SPLIT = "a reshape alone splits the heads wrongly: (B, N, heads, d) needs a transpose afterwards."
 ATTENTION_SLIPS = dict(
     scale="the scores are not divided by the square root of a head's width.",
-    linear="the scores are divided by a head's width. It should be its square root.",
+    linear="the scores are divided by a head's width. Divide by its square root.",
     full="the scores are divided by the root of the full width. Take the root of a head's width.",
     count="the scores are divided by the number of heads. Take the root of a head's width.",
     axis="the softmax is over the queries. The weights of each query should sum to 1.",
-    heads="this is one head of full width.",
+    heads="there is only one head, of full width.",
     interleaved="the heads are interleaved. The channels of a head should be neighbours.",
     split=SPLIT, reshaped=SPLIT,
     merge="the heads are joined wrongly: each token should get its own part of every head.",
@@ -247,12 +247,12 @@ def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
 LOSS_SLIPS = dict(
     all="the loss covers all patches. It should cover only the masked ones.",
     visible="the loss covers the visible patches. It should cover the masked ones.",
-    sum="this is a sum. It should be the mean.",
+    sum="the loss is a sum. It should be a mean.",
     values="the errors within a patch are summed. They should be averaged.",
-    divided="the sum is divided by the number of all patches, not by that of the masked ones.",
-    absolute="these are absolute errors. They should be squared.",
-    pixels="norm_pix_loss is ignored, or means the opposite.",
-    order="predictions are compared with other patches' pixels. They are sorted by noise.",
+    divided="the sum is divided by the number of all patches. Divide by the number of masked ones.",
+    absolute="the errors are absolute. They should be squared.",
+    pixels="norm_pix_loss is ignored or inverted.",
+    order="predictions are compared with other patches' pixels. Predictions are sorted by noise.",
     mask="the mask is in raster order, but it is applied to errors sorted by noise.",
     raster="mask and target are in raster order, but the predictions are sorted by noise.",
     ignored="noise is ignored: a new mask is drawn.",
@@ -280,8 +280,8 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
 
 
 def call_forward(forward, model, images, noise, *more):
-    """Call forward. Raises Different if noise is None and each call uses the same mask."""
-    torch.manual_seed(1)                                   # for what forward may draw nevertheless
+    """Call forward. Raises Different if forward must draw the mask, and it never changes."""
+    torch.manual_seed(1)                                   # in case forward draws more than alpha
     if noise is not None:
         return forward(model, images, noise, *more)
     if len({forward(model, images, None, *more)[0].item() for _ in range(9)}) == 1:
@@ -320,7 +320,7 @@ def mae_forward(self, images, noise=None, slip=""):
                        torch.randn(2, 4, c)) for c in (12, 6)],
     order="keys and values are exchanged. kv outputs k, then v.",
     own="keys and values are computed from x. They should come from y.",
-    token="the first token of y, the class token, is left out. Queries attend to it too.",
+    token="the first token of y, the class token, is left out. Queries should also attend to it.",
     **ATTENTION_SLIPS)
 def cross_attention(self, x, y, slip=""):
     results = []
@@ -349,7 +349,7 @@ def map_cases(crossmae):
     logits="softmax_weights is ignored: map_weights() applies it.",
     axis="the softmax is over decoder blocks. It should be over the maps.",
     projection="project_maps is ignored.",
-    early="projections meet the wrong maps: map_proj has one for each of the maps map_ids.")
+    early="projections get the wrong maps. map_proj[j] is for the map map_ids[j].")
 def crossmae_encode(self, images, ids_keep, slip=""):
     maps, results = self.encoder.layers(self.encoder.embed(images, ids_keep)), []
     if not hasattr(self, "wfm"):                           # feature_maps "last"
@@ -371,7 +371,7 @@ def crossmae_encode(self, images, ids_keep, slip=""):
 
 # -------------------------------------------------------------------------------------- hypermae.py
 def coordinates(*shape):
-    return torch.randint(-8, 9, (*shape, 2)) / 8           # exact in every precision
+    return torch.randint(-8, 9, (*shape, 2)) / 8           # eighths are exact in every precision
 
 
 def call_features(function, *args):
@@ -386,13 +386,13 @@ def call_features(function, *args):
     lambda hypermae: [(coordinates(3), 6, 8.0), (coordinates(2, 3), 6, 8.0),
                       (coordinates(3).bfloat16(), 4, 64.0)],
     call_features,
-    sines="sines come before cosines.",
+    sines="sines come before cosines. The cosines should come first.",
     pi="pi is missing.",
     double="the phase is 2 pi f x. The docstring says pi f x.",
     linear="the frequencies are linearly spaced. They should be geometrically spaced.",
     open="the last frequency should be sigma itself.",
-    mixed="row and column alternate. All frequencies of the row come first.",
-    column="the column comes before the row.")
+    mixed="row and column alternate. All frequencies of the row should come first.",
+    column="the column comes before the row. The row should come first.")
 def fourier_features(coords, dim, sigma, slip=""):
     n, rows = dim // 2, []
     for row, column in coords.reshape(-1, 2).tolist():
@@ -419,12 +419,12 @@ def paco_cases(hypermae):
 @exercise(
     "hypermae.HyperMAE.decode", "HyperMAE Sec. 2.2, Algorithm 1", "the modulated MLP",
     "image, coordinate, value", paco_cases,
-    around="there is a ReLU next to M. Only relu_around_m has it.",
+    around="there is a ReLU next to M. It belongs there only with relu_around_m.",
     ignored="relu_around_m is ignored.",
     linear="there is no ReLU.",
     final="there is a ReLU after the last layer.",
     bias="out_bias is not added.",
-    constant="0.5 is added. It should be out_bias.",
+    constant="0.5 is added. out_bias should be added instead.",
     late="M comes one layer late: modulated_layer counts from 0.",
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
@@ -457,15 +457,15 @@ def modulate_cases(minr):
     "minr.MINR.modulate", "MINR Sec. 3.2; GINR; TransINR", "weight tokens -> an MLP's layers",
     ["layer", ("weights: image, input, output", "bias: output")], modulate_cases,
     norm="columns should have norm 1.",
-    shared="columns of shared layers should have norm 1 too.",
-    rows="rows have norm 1. It should be columns, one for each output.",
-    early="the predicted columns are normalised. It should be the columns of the product.",
-    repeat="predicted columns repeat as 0 0 1 1. It should be 0 1 0 1.",
+    shared="columns of shared layers should also have norm 1.",
+    rows="rows have norm 1. Columns should, one for each output.",
+    early="the predicted columns are normalised. The columns of the product should be.",
+    repeat="predicted columns repeat as 0 0 1 1. They should repeat as 0 1 0 1.",
     tokens="a layer uses another layer's tokens.",
-    factors="predicted columns replace shared ones. They should be multiplied (item 3).",
-    skipped="to_weights begins with a LayerNorm, which is left out.")
+    factors="predicted columns replace shared ones. The two should be multiplied (item 3).",
+    skipped="the LayerNorm at the start of to_weights is left out.")
 def modulate(self, tokens, slip=""):
-    def unit(W):                                           # columns of norm 1
+    def unit(W):                                           # scale columns to norm 1
         vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
         return torch.stack(vectors, dim=0 if slip == "rows" else 1)
     layers, start = [], 0
@@ -500,14 +500,14 @@ def mix_cases(imae):
 
 
 @exercise(
-    "imae.IMAE.mix_images", "i-MAE Algorithm 1, item 3", "mix images, and tell their roles",
+    "imae.IMAE.mix_images", "i-MAE Algorithm 1, item 3", "mix images, and sort each pair by weight",
     ("mix: image, channel, row, column", ("subordinate: image, channel, row, column",
                                           "dominant: image, channel, row, column")),
     mix_cases,
     weight="alpha is the weight of images, not of partners.",
     roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
-    never="images are always the subordinate ones, even where their weight is the larger one.",
-    half="at exactly 0.5 images are the subordinate ones (item 3).",
+    never="images are always the subordinate ones, even where their weight is larger.",
+    half="at exactly 0.5, images should be the subordinate ones (item 3).",
     axis="alpha is applied along another axis. It has one weight for each image.")
 def mix_images(self, images, partners, alpha, slip=""):
     weights, mix, small, large = torch.as_tensor(alpha).expand(len(images)), [], [], []
@@ -543,10 +543,10 @@ def imae_cases(imae):
     swapped="branches and images are paired in the wrong order. Both are (subordinate, dominant).",
     mixture="the target is the mixture. Each branch predicts its own image.",
     teacher="the teacher sees the mixture. It should see the unmixed images (item 1).",
-    same="both branches have one teacher latent. Each image has its own.",
+    same="both branches share a teacher latent. Each image has its own.",
     weight="distill_weight is ignored.",
     drawn="alpha is None, but draw_alpha() does not draw it.",
-    partners="without partners, each image's partner is the one before it in the batch.",
+    partners="without partners, each image's partner should be the one before it in the batch.",
     **LOSS_SLIPS)
 def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
@@ -586,7 +586,7 @@ def rate_cases(train):
     whole="the cosine starts at epoch 0. It should start where the warmup ends.",
     floor="the learning rate should end at min_lr.",
     added="min_lr is added everywhere. The highest learning rate should be lr.",
-    period="this is a whole cosine, which ends where it began.",
+    period="the cosine has a whole period, so it ends where it began. It should have half.",
     step="the learning rate should also change within an epoch.",
     constant="the schedule is ignored.")
 def learning_rate(t, args, slip=""):
@@ -620,13 +620,13 @@ def by_parameter(function, model, *args):
         (dict(depth=2), 0.05, 0.5), (dict(depth=2, pool="token"), 0.1, 0.75),
         (dict(depth=2, probe=True), 0.05, 0.5), (dict(depth=12), 0.05, 0.5),
         (dict(depth=2, extra_tokens=2, pool="extra"), 0.05, 0.5))], by_parameter,
-    shifted="the exponents are off by one. The head's lr_factor is 1.",
-    reversed="the head has the lowest learning rate. It should be the embedding.",
+    shifted="the exponents are off by one. The head's lr_factor should be 1.",
+    reversed="the head has the lowest learning rate. The embedding should have it.",
     embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
-    digit="blocks from 10 on have two digits. All of them count.",
+    digit="block numbers from 10 on have two digits. Both count.",
     everything="all parameters decay. Only those with two axes or more should.",
     biases="biases or norms decay. Only parameters with two axes or more should.",
-    tokens="learned tokens or positions decay.",
+    tokens="learned tokens or positions decay. They should not.",
     frozen="parameters that are not trained are in the groups.")
 def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
     groups, encoder = [], model.encoder

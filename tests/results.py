@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-PRETRAINED = {  # name: --method and its flags; untrained ones get no epochs
+PRETRAINED = {  # name: --method and its flags; untrained encoders get 0 epochs
     "untrained": "mae", "mae": "mae", "mae_4": "mae --decoder_depth 4",
     "crossmae": "crossmae", "crossmae_2": "crossmae --decoder_depth 2",
     "crossmae_25": "crossmae --prediction_ratio 0.25",
@@ -32,13 +32,13 @@ PRETRAINED = {  # name: --method and its flags; untrained ones get no epochs
     "transinr": "minr --hypernetwork transinr",
     "imae": "imae --teacher {runs}/mae/last.pt",
     "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
-LONGER = {"crossmae_25_long": 1.6}     # times --epochs: for micro, as many multiply-adds as MAE
+LONGER = {"crossmae_25_long": 1.6}     # factor of --epochs: MAE's multiply-adds on ViT-micro
 RATES = ("5e-4", "1e-3", "2e-3", "4e-3")
-SWEEP = {  # name: for one seed, pretraining only
+SWEEP = {  # name: the same; only pretraining, only seed 0
     f"{name}_{rate}": f"{PRETRAINED[name]} --lr {rate}"
     for name in ("mae", "crossmae", "hypermae", "ginr", "transinr", "imae") for rate in RATES}
 SWEEP |= {f"{name}_clip": f"{SWEEP[name]} --clip_grad 1" for name in SWEEP if "ginr_" in name}
-SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of that name
+SOURCES = {  # name: flags of finetune.py, unless it just reads the encoder of that name
     "untrained_joined": "--checkpoint {runs}/untrained/last.pt --pool joined",
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
     "untrained_ginr_mean": "--checkpoint {runs}/untrained_ginr/last.pt --pool extra",
@@ -49,7 +49,7 @@ SOURCES = {  # name: what finetune.py reads, if it is not just the encoder of th
     "scratch": "--mode scratch --size {size}",
     "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
 CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")   # of a final norm
-NORM = {  # name: the frozen encoder with and without a LayerNorm at its end, trained once for both
+NORM = {  # name: the frozen encoder, trained once, with and without a LayerNorm at its end
     f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
     for name in (*CHOOSERS, "untrained", "untrained_joined", "mae_joined", "mae_4", "ginr")
     for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
@@ -59,7 +59,7 @@ HELD_OUT = {  # name: columns that decide a choice, measured on held-out trainin
     **dict.fromkeys([*(f"{name}_{part}" for name in CHOOSERS for part in ("norm", "raw")),
                      "ginr", "ginr_mean", "ginr_patches", "transinr", "transinr_mean",
                      "transinr_patches"], ["20-NN"]),
-    **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # at seed 0
+    **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # only seed 0
 TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
     "linear": ("--mode linear", 2), "1%": ("--labels 0.01 --batch_size 24", 6),
     "10%": ("--labels 0.1", 4), "100%": ("--mode finetune", 1)}
@@ -68,8 +68,8 @@ ALPHAS = ("alpha 0.2", "alpha 0.4", "alpha 0.45")          # weights of the subo
 
 
 def commands(args, name, seed):
-    """Yield (encoder, column, command) for everything that `name` needs: pretraining, of a teacher
-    first, and evaluation. In a command {runs} stands for the folder of the runs."""
+    """Yield (encoder, column, command) for everything that `name` needs: pretraining, first of any
+    teacher, then evaluation. run_all replaces {runs} in a command by the folder of the runs."""
     pretrained = {**PRETRAINED, **SWEEP}
     teachers = re.findall(r"{runs}/(\w+)/", {**pretrained, **SOURCES}[name])
     for encoder in teachers + [name] * (name in pretrained):
@@ -103,8 +103,8 @@ def commands(args, name, seed):
 
 
 def evaluation(args, name, seed, source, column, data, suffix):
-    """Return a column's label and its command on `data`, for the encoder `source`. On held-out
-    images, label and name of the run have a suffix."""
+    """Return a column's label and its command on `data`; `source` has the flags that name the
+    encoder. Label and name of the run contain `suffix`, which marks held-out images."""
     label = f"{column}{suffix.replace('_', ' ')}"
     if column == "20-NN":
         return label, f"python finetune.py --mode knn {source} --data {data} --seed {seed}"
@@ -118,8 +118,8 @@ def evaluation(args, name, seed, source, column, data, suffix):
 
 
 def hold_out(data, folder):
-    """Link the training images of the folder `data` into another one, in which every tenth image of
-    a class is for validation."""
+    """Link the training images of the folder `data` into another folder. There every tenth image of
+    each class is for validation."""
     for images in sorted(Path(data, "train").iterdir()):
         for i, file in enumerate(sorted(images.iterdir())):
             link = Path(folder, "train" if i % 10 else "val", images.name, file.name)
@@ -133,7 +133,7 @@ def read_lines(path):
 
 
 def printed_numbers(lines):
-    """Return the numbers that --eval prints and that tables need: {"random 0.75": {"masked": PSNR,
+    """Return the numbers that --eval prints and the tables need: {"random 0.75": {"masked": PSNR,
     "decoded": PSNR}, "alpha 0.2": {"branch dominant": R^2, ...}, "block sum": {"visible":
     attention, ...}, ...}."""
     found, heads = {}, []
@@ -183,7 +183,7 @@ def run(command):
 
 def run_all(args, table):
     """Run every command whose result has no line in --out yet. Encoders that an evaluation needs
-    are trained again if they are gone."""
+    are trained again if their checkpoints are gone."""
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
     threads = f", {torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else ""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu + threads
@@ -230,7 +230,7 @@ def main(argv=None):
     args, args.pretraining = parser.parse_known_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
-    if not Path(args.data, "train").is_dir():              # a download
+    if not Path(args.data, "train").is_dir():              # a download has no files to link
         args.columns = [column for column in args.columns if column != "held out"]
     elif "held out" in args.columns and not Path(args.held_out).exists():
         hold_out(args.data, args.held_out)

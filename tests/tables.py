@@ -1,13 +1,13 @@
-"""The numbers of tests/RESULTS.md, README.md and .github/results.svg, computed from the lines of
+"""Compute the numbers in tests/RESULTS.md, README.md and .github/results.svg from the lines of
 tests/results.jsonl:
 
-    python -m tests.tables                       # writes them: the text between marks, the figure
+    python -m tests.tables                       # writes the text between marks, and the figure
     python -m tests.tables FILE.jsonl            # prints the tables of another file
 
 The names of encoders are in RESULTS.md. tests/sentences.txt has the sentences, and the comparisons
-of questions and claims. Their columns are looked up: "1%" (top-1 in %), "random 0.75 masked" or
+for questions and claims. These name columns such as "1%" (top-1 in %), "random 0.75 masked" or
 "other random 0.75 decoded" (PSNR in dB), "alpha 0.2 branch subordinate" (R^2, i-MAE), "block sum
-visible" (attention, MAE). RESULTS.md shows the columns of TABLES.
+visible" (attention, MAE). The tables in RESULTS.md have the columns in TABLES.
 """
 
 import argparse
@@ -37,10 +37,10 @@ SHOWN = {  # encoder: its names in the README's table and in the figure
     "crossmae_25": ("CrossMAE, predicts a third of them", "CrossMAE, a third"),
     "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR (GINR)", "MINR"),
     "imae": ("i-MAE, with this MAE as its teacher", "i-MAE")}
-MEANS = {"ginr": "ginr_mean"}            # read for accuracy: the mean of tokens, for all alike
-ENDS = ("with norm", "without norm")     # of frozen features
+MEANS = {"ginr": "ginr_mean"}            # for accuracy, all are read as the mean of tokens
+ENDS = ("with norm", "without norm")     # how frozen features end
 NORMED = ("untrained", "untrained_joined", "mae", "mae_joined", "mae_4", "crossmae_last", "imae",
-          "imae_alone")                  # as pretrained, they end in a norm; the others do not
+          "imae_alone")                  # end in a norm in pretraining; the others do not
 TOP1 = ("20-NN", "linear", "1%", "10%", "100%")
 PIXELS = "random 0.75 masked"
 TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for rate in RATES],
@@ -52,14 +52,14 @@ TABLES = {"Classification": TOP1, "Learning rates": [f"lr {float(rate):g}" for r
                                for name in CONDITIONS],
           "Separability": [f"{alpha} {source} {image}" for image in ("subordinate", "dominant")
                            for alpha in ALPHAS for source in ("branch", "mixed", "control")]}
-SEEDS = 3                                                  # that a verdict needs
-NUMBER = r"{(?:(if|unless) )?(ViT\S+) \| (.*?) \| (.*?)}"   # in a sentence
+SEEDS = 3                                                  # the number that a verdict needs
+NUMBER = r"{(?:(if|unless) )?(ViT\S+) \| (.*?) \| (.*?)}"   # a number or condition in a sentence
 MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?"}
 
 
 class Setup:
     """The results of one table: numbers, {(encoder, column): {seed: number}}, and labels of the
-    columns, {"1%": "1% (18 epochs)", ...}. Two labels for one column are a ValueError."""
+    columns, {"1%": "1% (18 epochs)", ...}. Raises ValueError if a column has two labels."""
 
     def __init__(self, table, records):
         self.data, self.model, self.size = re.match(r"(.*), (ViT-(\w+))", table).groups()
@@ -91,14 +91,14 @@ class Setup:
         self.add_no_pretraining()
 
     def read_without_norm(self):
-        """Let 20-NN be that of features without a final norm, as held-out images have decided
-        (RESULTS.md), in a table where MAE is measured so. Blank: not measured so."""
+        """If MAE's 20-NN is measured without a final norm, use only such 20-NN for the encoders in
+        NORMED, as chosen on held-out images (RESULTS.md); blank where it is not measured."""
         for name in NORMED if self.numbers["mae", "20-NN without norm"] else ():
             self.numbers[name, "20-NN"] = self.numbers[name, "20-NN without norm"]
 
     def add_no_pretraining(self):
-        """Add the encoder "none": untrained or, fine-tuned, the better of untrained and scratch, if
-        both are measured."""
+        """Add the encoder "none": "untrained" or, where encoders are fine-tuned, the better of
+        "untrained" and "scratch", if both are measured with all seeds."""
         for column in {column for _, column in self.numbers}:
             found = [self.numbers["untrained", column]]
             if column in TOP1[2:]:
@@ -110,9 +110,9 @@ class Setup:
         return [cell(self.numbers[encoder, column], precision(column)[0]) for column in columns]
 
     def judge(self, comparison, columns):
-        """Return {column: (verdict, "+0.8 ± 0.2")} for the comparison "A > B" in columns, as in
-        "1%, 10%", without those not measured. "MAE: visible > MAE: masked" compares parts of a
-        column."""
+        """Return {column: (verdict, "+0.8 ± 0.2")} for the comparison "A > B" in columns, e.g.
+        "1%, 10%". Columns that are not measured are left out. "MAE: visible > MAE: masked"
+        compares parts of a column."""
         found = {}
         sides = [side.split(": ") for side in comparison.split(" > ")]
         for column in columns.split(", "):
@@ -133,7 +133,7 @@ def read_setups(records):
 
 
 def precision(column):
-    """Return how many decimals to print, and the floor that a mean difference must exceed."""
+    """Return the number of decimals to print, and the floor that a mean difference must exceed."""
     if column.split(" ")[0] in TOP1:
         return 1, 0.5                                      # in %
     if re.match(r"alpha|block (\d|sum)( |$)", column):     # R^2, attention
@@ -142,7 +142,7 @@ def precision(column):
 
 
 def cell(values, places, sign=""):
-    """Return mean ± sample standard deviation of {seed: number}, and the seeds unless three."""
+    """Return mean ± sample standard deviation of {seed: number}. Names the seeds if not three."""
     if not values:
         return ""
     text = f"{mean(values.values()):{sign}.{places}f}"
@@ -166,7 +166,7 @@ def markdown(heads, rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-# ------------------------------------------------------------------ what the classes tell
+# ------------------------------------------------------------------ numbers from the classes
 @functools.cache
 def build(name, size):
     """Return the model of an encoder in PRETRAINED, for CIFAR-10, with a random teacher."""
@@ -196,7 +196,7 @@ def relative_cost(name, size):
 
 def costs(name, size):
     """Return the multiply-adds of a forward pass, in millions, and the number of parameters of the
-    encoder and of the rest, in thousands. An untrained encoder has cost nothing."""
+    encoder and of the rest, in thousands. An untrained encoder has no multiply-adds."""
     counts = defaultdict(int)
     for part, p in build(name, size).named_parameters():
         counts[part.startswith("encoder.")] += p.numel() * p.requires_grad / 1e3
@@ -205,7 +205,7 @@ def costs(name, size):
 
 
 def readout(name, size):
-    """Return which tokens of an encoder finetune.py reads, and how many features that makes."""
+    """Return which tokens of an encoder finetune.py reads, and the number of features."""
     weights, dim = "inr" in name and "patches" not in name, SIZES[size]["dim"]
     encoder = build("mae" if not weights else re.search("transinr|ginr", name)[0], size).encoder
     n = len(encoder.extra_tokens) if weights else encoder.num_patches
@@ -215,7 +215,7 @@ def readout(name, size):
 
 
 # ------------------------------------------------------------------ tables and sentences
-EXTRA = {  # more columns of TABLES
+EXTRA = {  # more columns for TABLES
     "Classification": (["readout"], readout), "PSNR on own data": (
         ["multiply-adds, millions", "encoder, thousands", "decoder, thousands"], costs)}
 
@@ -259,8 +259,8 @@ def read_sections():
 
 
 def say(alternatives, setups):
-    """Return the first of the sentences all of whose conditions hold and whose numbers are clear,
-    with its numbers, or ""."""
+    """Return the first sentence whose conditions all hold and whose numbers are all clear, with
+    its numbers filled in; "" if none is."""
     by_model = {setup.model: setup for setup in setups}
 
     def number(found):
@@ -365,8 +365,8 @@ def summary(setups):
 
 
 # ------------------------------------------------------------------ the figure
-WIDTH, HEIGHT = 415, 380                                   # of a panel
-LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # where its dots are
+WIDTH, HEIGHT = 415, 380                                   # the size of a panel
+LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # the part of it with dots
 STYLE = """
   text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
   .back { fill: #ffffff } .grid { stroke: #e4e8ec } .leader { stroke: #818b98 }
@@ -389,8 +389,8 @@ def ticks(low, high):
 
 
 def free_place(width, x, y, taken):
-    """Return the box (left, top, right, bottom) for a label nearest to the point x, y that leaves
-    the boxes `taken` free and is within the panel."""
+    """Return the box (left, top, right, bottom) for a label: the nearest one to the point x, y that
+    lies inside the panel and overlaps none of the boxes `taken`."""
     for distance in range(9, 80, 5):
         for dx, dy in ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1)):
             left, top = x + dx * distance + (dx - 1) / 2 * width, y + dy * distance + (dy - 1) * 8
@@ -403,7 +403,7 @@ def free_place(width, x, y, taken):
 
 
 def panel(setup, shift):
-    """Return the SVG lines of a setup: a small dot a seed, a large one and a name for the mean."""
+    """Return the SVG lines of a setup: small dots for seeds, large ones with names for means."""
     points = {}
     for name in SHOWN:
         psnr, knn = setup.numbers[name, PIXELS], setup.numbers[MEANS.get(name, name), "20-NN"]

@@ -2,12 +2,12 @@
 
     python -m tests.tour mae                           # an untrained model, one of our images
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
-    python -m tests.tour train                         # one training step, up to the optimizer
+    python -m tests.tour train                         # one training step, including the optimizer
 
-The page, tour_METHOD.html, needs neither network nor script. It has the code as it is in the file,
-docstrings and comments on its left and, on its right, shapes and pictures of what a line made. A
-line that calls something opens. Lines are found by tracing the running code, so a method of your
-own needs nothing here. test_tour.py uses the same tracer.
+The page, tour_METHOD.html, needs neither a network nor JavaScript. It has the code as in the file,
+with docstrings and comments on the left and, on the right, shapes and pictures of what each line
+made. A click on a line that calls something opens the call. Lines are found by tracing the running
+code, so your own method needs nothing in this file. test_tour.py uses the same tracer.
 """
 
 import argparse
@@ -44,9 +44,9 @@ TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=
 def statements(path):
     """Return {line: the statement in it} for the functions of a file. The statement of a loop or a
     condition is its header. Fields: path, node (ast), function, definition (its ast node), first
-    and last line, comments {line: text}, above (the lines of comments before it), targets (code of
-    what it assigns or appends), only_names (whether it returns names and makes nothing), and parts
-    {line: code}: elements of a list, if several lines of it have comments."""
+    and last line, comments {line: text}, above (the same for comments on lines before it), targets
+    (code of what it assigns or appends), only_names (whether it only returns names), and parts
+    {line: code}: elements of a list, if several of its lines have comments."""
     comments, alone, table = {}, set(), {}
     with open(path, "rb") as file:
         for token in tokenize.tokenize(file.readline):
@@ -66,7 +66,7 @@ def statements(path):
 
     def add(node, function, definition):
         last = node.end_lineno
-        if hasattr(node, "body"):                          # or in the same line: if x: return
+        if hasattr(node, "body"):                          # "if x: return" is one line
             last = max(node.lineno, node.body[0].lineno - 1)
         lines, start = range(node.lineno, last + 1), node.lineno
         while start - 1 in alone:
@@ -92,7 +92,7 @@ def statements(path):
 
 
 def tensors(value):
-    """Return the list of all tensors in a value, which may be a tuple, list or dict of others."""
+    """Return the list of all tensors in a value, which may be a nested tuple, list or dict."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -101,11 +101,11 @@ def tensors(value):
 
 
 def trace(work, paths):
-    """Run work() and return the calls of functions in the files `paths`. A call has `function`, its
-    name, `inputs`, its arguments {name: value}, and `steps`. A step has `statement`, `values` (what
-    it assigned, appended, returned or yielded), `made` (the tensors in each value), `parts` {line:
-    value}, `names` {name: value} after it, `calls`, those inside it, and, after backward, the norms
-    of `gradients`."""
+    """Run work() and return the calls of functions in the files `paths`. A call has `function` (its
+    name), `inputs` (its arguments, {name: value}) and `steps`. A step has `statement`, `values`
+    (what it assigned, appended, returned or yielded), `made` (the tensors in each value), `parts`
+    {line: value}, `names` (the variables after it, {name: value}), `calls` (the calls inside it)
+    and `gradients` (their norms, {name: norm}, if it called backward)."""
     paths, outside = {str(path) for path in paths}, SimpleNamespace(calls=[])
     running = [SimpleNamespace(step=outside)]
 
@@ -121,7 +121,7 @@ def trace(work, paths):
         def value_of(code, frame):
             try:
                 return eval(code, frame.f_globals, frame.f_locals)
-            except NameError:                              # of a loop that has not begun
+            except NameError:                              # before the first run of a loop
                 return None
 
         def follow(frame, event, arg):
@@ -153,7 +153,7 @@ def trace(work, paths):
 
 
 def gradient_norms(model):
-    """Return {name: norm} of the gradients of a model's parts."""
+    """Return {name: norm of the gradients} for each part of a model."""
     parts = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
@@ -170,7 +170,7 @@ def flatten(calls):
 
 
 def letters(model):
-    """Return {letter: size} of a model, as named at the top of the files."""
+    """Return {letter: size} for a model, with the letters in the docstrings of the files."""
     encoder = model.encoder
     (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
     sizes = dict(C=encoder.in_chans, H=H, W=W, h=h, w=w, L=h * w, p=p, q=q, D=encoder.dim,
@@ -192,16 +192,16 @@ def letters(model):
 
 # ---------------------------------------------------------------------------------------- the lines
 def made_by(steps):
-    """Return [(name, tensor)] of what the runs of a line made; of three or more runs only the last
-    of each shape. (Two are i-MAE's branches.)"""
+    """Return [(name, tensor)] for the tensors that the runs of a line made. Of three or more runs,
+    only the last tensor of each shape is kept. (Two runs are i-MAE's branches.)"""
     made = [(name, x) for step in steps
             for name, part in zip(step.statement.targets or [""], step.made) for x in part]
     return made if len(steps) < 3 else [*{x.shape: (name, x) for name, x in made}.values()]
 
 
 def numbers_of(made, steps=()):
-    """Return in words what a line made: the shapes of tensors, e.g. "(1, 24, 80)", equal ones once,
-    or the numbers of its last run."""
+    """Return as text what a line made: the different shapes of tensors, e.g. "(1, 24, 80)", or the
+    numbers from its last run."""
     words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for _, x in made]
     words = [*dict.fromkeys(words)] or [f"{x:.4g}" for step in steps[-1:] for x in step.values
                                         if isinstance(x, (int, float)) and abs(x) < 1000]
@@ -216,11 +216,11 @@ def split_comment(text):
 
 
 # ------------------------------------------------------------------------------------- the pictures
-GREY = 0.8                                                 # where there is no patch
+GREY = 0.8                                                 # where a picture has no patch
 
 
 def png(x, height, text=""):
-    """Return an image (3,h,w) in [0, 1] as HTML, about `height` pixels high, and a text below."""
+    """Return an image (3,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption."""
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
     data = b64encode(torchvision.io.encode_png((x * 255).byte(), 9).numpy().tobytes()).decode()
@@ -235,7 +235,7 @@ def heat(x):
 
 
 def places_of(n, names, encoder):
-    """Return the places (n,) of n patches in the grid: those that a name like ids_mask holds."""
+    """Return the places (n,) of n patches in the grid, from a variable such as ids_mask."""
     for name, ids in reversed(names.items()):
         if name.startswith("ids") and torch.is_tensor(ids) and ids.shape[1:] == (n,):
             return ids[0]
@@ -243,8 +243,8 @@ def places_of(n, names, encoder):
 
 
 def attention(names, encoder):
-    """Return the attention to each patch, in a layer with queries and keys `q` and `k`
-    (B,heads,n,d), as HTML."""
+    """Return a picture of the attention to each patch, as HTML, from the queries `q` and keys `k`
+    (B,heads,n,d) in `names`."""
     q, k, L = names["q"], names["k"], encoder.num_patches
     weights = (q @ k.mT / k.shape[3] ** 0.5).softmax(dim=3)[0].mean((0, 1))    # (n,)
     keep, rest = [names.get(name) for name in ("ids_keep", "ids_mask")]
@@ -260,8 +260,8 @@ def attention(names, encoder):
 
 
 def picture(name, x, letters, names, model, text=""):
-    """Return a tensor as HTML with a caption that begins with `text`, or "" where a picture would
-    tell nothing. `letters` is its shape in the file, `names` {name: value} what else is known."""
+    """Return a picture of a tensor as HTML, with a caption that begins with `text`; "" if it would
+    tell nothing. `letters`: its shape in the file's comment; `names` {name: value}: variables."""
     encoder, (*_, n, size) = model.encoder, (0, 0, *x.shape)
     (H, W), (p, q) = encoder.img_size, encoder.patch_size
     L, C = encoder.num_patches, encoder.in_chans
@@ -298,8 +298,8 @@ def picture(name, x, letters, names, model, text=""):
 
 
 def pictures(made, letters, names, model):
-    """Return at most two pictures of [(name, tensor)] as HTML, in this order: those with most axes,
-    which often are the only ones that depend on the image."""
+    """Return at most two pictures of [(name, tensor)] as HTML, in the order of the list: of the
+    tensors with the most axes, as often only these depend on the image."""
     texts = [f"{name} {tuple(x.shape)} " if len(made) > 1 else "" for name, x in made]
     shown = [picture(*pair, letters, names, model, text) for pair, text in zip(made, texts)]
     best = sorted(range(len(made)), key=lambda i: (not shown[i], -made[i][1].ndim))[:2]
@@ -356,9 +356,9 @@ def items_of(path):
 
 
 def section(call, model, names=None):
-    """Return a call as HTML: its function's title and docstring, then its statements as in the
-    file, with what they call below: open at first, except functions in vit.py. `names` {name:
-    value} are the callers'. Functions in vit.py that make no tensors are not shown."""
+    """Return a call as HTML: the function's header and docstring, then its statements as in the
+    file, each with its calls below. Calls are open at first, except those in vit.py; of these, the
+    ones that make no tensors are left out. `names` {name: value} are the callers' variables."""
     path, definition = call.steps[0].statement.path, call.steps[0].statement.definition
     table, left = statements(path), definition.col_offset
     source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
@@ -385,14 +385,14 @@ def section(call, model, names=None):
     first = definition.body[doc is not None].lineno
     for i in range(first, definition.end_lineno + 1):
         s = table.get(i)
-        if s is None or s.definition is not definition:    # else, or a function inside this one
+        if s is None or s.definition is not definition:    # `else:`, or a nested function
             html.append(row(i, i, "", "", "row" if s is None else "row off"))
             first = i + 1
             continue
         if i < s.last and i not in s.parts:                # a row is a statement or a part of one
             continue
         steps, comments = runs.get(s.first, []), {**s.above, **s.comments}
-        if isinstance(s.node, ast.For):                    # its header also ends it
+        if isinstance(s.node, ast.For):                    # a loop also ends in its header
             steps = steps[:-1] or steps
         told = [split_comment(comments[j]) for j in comments if j <= i and (
             j >= first or first == s.first)]
@@ -409,7 +409,7 @@ def section(call, model, names=None):
         called = {c.steps[0].statement.definition: c for step in steps for c in step.calls
                   if c.steps[0].statement.path != VIT or any(
                       sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
-        calls = [*called.values()] if i == s.last else []  # of several runs the last
+        calls = [*called.values()] if i == s.last else []  # the last of several runs
         if len(steps) > 1 and (made or calls):
             words.append(f"× {len(steps)}")
         if steps and steps[-1].gradients:
@@ -431,7 +431,7 @@ def section(call, model, names=None):
 
 
 def once(html):
-    """Drop each picture that is already further up in the HTML."""
+    """Drop each picture that the HTML already shows further up."""
     shown = set()
 
     def keep(found):
@@ -455,11 +455,11 @@ def page(text, about, known, strip, call, model):
             f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
             f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
             f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
-            f"not run. × 4: it ran four times, and the last run is shown. Blue shapes are the "
-            f"file's own comments; beside them are the sizes here. Each picture is shown once. "
-            f"Grey patches are not in the tensor. A matrix has a token or a pixel in each row; it "
-            f"shows at most 96 rows and 144 columns, evenly spaced. Blue is negative, white 0, "
-            f"orange positive, on a scale of its own.</p>"
+            f"not run. × 4: the line ran four times, and its last run is shown. Blue shapes are "
+            f"the file's own comments; beside them are this run's sizes. Each picture is shown "
+            f"once. Grey patches are not in the tensor. A row of a matrix is a token or a pixel; "
+            f"at most 96 rows and 144 columns are shown, evenly spaced. Blue is negative, white 0 "
+            f"and orange positive; each picture has its own scale.</p>"
             f"{once(section(call, model))}{''.join(map(items_of, files))}</body></html>")
 
 
@@ -469,14 +469,14 @@ def strip_of(model, image, noise):
     decoded, mask = model.reconstruct(image, noise)
     all_trained = getattr(model, "loss_on", "masked") == "all"
     images = {"image": image, "masked": image.where(model.encoder.pixels_of(mask) == 0, torch.nan),
-              "decoded" if all_trained else "decoded; visible patches are not trained": decoded,
+              "decoded" if all_trained else "decoded; the loss ignores visible patches": decoded,
               "decoded, visible patches copied": model.encoder.copy_visible(decoded, image, mask)}
     return "".join(png(denormalize(x, model)[0].nan_to_num(GREY), 128, name)
                    for name, x in images.items())
 
 
 def offer(method):
-    """Say which newest run of a method could be toured instead of an untrained model."""
+    """Suggest the newest run of a method, if any, in place of an untrained model."""
     for path in sorted(Path("runs").glob("*/last.pt"), key=lambda p: -p.stat().st_mtime):
         if train.read(path)["method"] == method:
             print(f"note    this model is untrained; for a trained one add --checkpoint {path}")
@@ -484,7 +484,7 @@ def offer(method):
 
 
 def tour_method(args):
-    """Return what `page` needs for a method, and its name."""
+    """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
     model = load(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.small_model)
@@ -514,7 +514,7 @@ def tour_method(args):
         outputs = [len(bias) for bias in model.biases]
         sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs,
                      g_i=[model.groups.get(i, 0) for i in range(len(outputs))])
-    known = {k: n for k, n in sizes.items()                # as in "L patches"
+    known = {k: n for k, n in sizes.items()                # explained, as in "L patches"
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
                if not isinstance(getattr(model, name, model), (dict, torch.nn.Module))]
@@ -524,7 +524,7 @@ def tour_method(args):
 
 
 def tour_train(args):
-    """Return what `page` needs for a training step: one of eight images, from train_epoch on."""
+    """Return the arguments of `page` for a training step on eight images, from train_epoch on."""
     words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
              "--device cpu --workers 0 --runs").split()
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
@@ -541,9 +541,9 @@ def main(argv=None):
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train")
-    option("--checkpoint", metavar="FILE", help="from train.py (an untrained model)")
+    option("--checkpoint", metavar="FILE", help="a checkpoint from train.py (an untrained model)")
     option("--image", metavar="FILE", nargs="+", default=[],
-           help="an image file; for imae also its partner (images of ours)")
+           help="an image file; for imae also its partner (generated images)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
