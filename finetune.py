@@ -159,7 +159,7 @@ class Classifier(nn.Module):
     """A ViT with a head: `logits(images)`, and `loss, metrics = model(images, targets)`.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
         pool: the features. "mean": mean of the patch tokens. "token": the class token. "extra":
@@ -380,7 +380,7 @@ def main(argv=None):
 #      a fixed magnitude on a scale of 30, where 27 is equivalent.
 #   2. Random erasing (released code only) fills rectangles with noise in the release, but with the
 #      mean colour here.
-#   3. The linear probe uses SGD with momentum; the paper uses LARS, for its batch of 16,384.
+#   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
 #   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
 #   5. Probe and nearest neighbours also use mean pooling, so that all methods are comparable; the
 #      released probe uses the class token (--pool token). For MINR, weight tokens are pooled, not

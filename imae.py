@@ -30,7 +30,7 @@ class IMAE(nn.Module):
     patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, plain targets (item 8).
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         teacher: dict(dim, depth, heads) of a frozen MAE's encoder (default: no teacher)
         mask_ratio: fraction of patches to mask (Table 1: 0.75, but 0.5 on ImageNet)
         norm_pix_loss: predict patches normalised by their own mean and variance (Section 1)

@@ -51,7 +51,7 @@ class MINR(nn.Module):
     of 14 x 14 patches (item 1). Where it gives no value, they follow the release.
 
     Args:
-        img_size, patch_size, in_chans, dim, depth, heads: the encoder's arguments, see vit.ViT
+        img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
         hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: matrix product
             of predicted and shared weights, with rank at most `groups`. transinr: elementwise
@@ -62,7 +62,7 @@ class MINR(nn.Module):
         hidden_dim: width of the MLP (release)
         groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
             (default: 256 for ginr, 64 for transinr; release, item 7)
-        ff_dim: number of cosine features, and also of sine features (release)
+        ff_dim: number of cosine features; there are as many sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)

@@ -281,7 +281,7 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
 
 def call_forward(forward, model, images, noise, *more):
     """Call forward. Raises Different if forward must draw the mask, and it never changes."""
-    torch.manual_seed(1)                                   # in case forward draws more than alpha
+    torch.manual_seed(1)                                   # in case forward draws noise anyway
     if noise is not None:
         return forward(model, images, noise, *more)
     if len({forward(model, images, None, *more)[0].item() for _ in range(9)}) == 1:
