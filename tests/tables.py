@@ -35,7 +35,7 @@ SHOWN = {  # encoder: its names in the README's table and in the figure
     "none": ("no pretraining", ""), "mae": ("MAE", "MAE"),
     "crossmae": ("CrossMAE, predicts all masked patches", "CrossMAE, all"),
     "crossmae_25": ("CrossMAE, predicts a third of them", "CrossMAE, a third"),
-    "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR (GINR)", "MINR"),
+    "hypermae": ("HyperMAE", "HyperMAE"), "ginr": ("MINR", "MINR"),
     "imae": ("i-MAE, with this MAE as its teacher", "i-MAE")}
 MEANS = {"ginr": "ginr_mean"}            # for accuracy, all are read as the mean of tokens
 ENDS = ("with norm", "without norm")     # how frozen features end

@@ -236,7 +236,7 @@ def test_what_is_made_of_the_lines():
                      text)
     assert tiny.numbers["ginr", "other random 0.75 decoded"] == {0: 15.0}
     assert tables.summary([tiny]).splitlines()[-1] == (
-        "| MINR (GINR) | 16.00 (seed 0) | 5.0 (seed 0) |  | 4.67 |")
+        "| MINR | 16.00 (seed 0) | 5.0 (seed 0) |  | 4.67 |")
     with pytest.raises(ValueError, match="1% .18 epochs. and 1% .9 epochs. in one file"):
         tables.read_setups([*lines, line("mae", "1% (9 epochs)", 0, top1=40)])
 
