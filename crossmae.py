@@ -242,7 +242,7 @@ class CrossMAE(nn.Module):
         if self.norm_pix_loss:
             _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
             parts = parts * std                            # the true patches' std
-            parts[0] += mean                               # the true patches' mean, once
+            parts[0] += mean                               # the true patches' mean, added only once
         paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
         cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
         for part in parts:

@@ -341,7 +341,7 @@ def main(argv=None):
                "encoder of an unusual size")
     else:
         option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
-               help="fraction of each class's labels to use, at least one label (1)")
+               help="use this fraction of each class's labels, at least one per class (1)")
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features. mean: "
                "mean of patch tokens; token: class token; extra: mean of extra tokens (MINR's "
                "weight tokens); joined: all extra or, without any, all patch tokens, concatenated "

@@ -133,7 +133,7 @@ class MINR(nn.Module):
             for i in self.groups})
 
     def encode(self, images, ids_keep, mask):
-        """Encode masked images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
+        """Mask and encode images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
         uses the same tokens as features, because no gradient of the loss reaches the patch tokens
         that the last block returns."""

@@ -201,8 +201,8 @@ def check_finite(loss, weights, scaler, place):
     overflows and lowers its scale. The loss is therefore checked only once the scale is <= 1."""
     values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # scale 1 without fp16
     if not all(x.isfinite().all() for x in values):
-        raise SystemExit(f"loss or weights are not finite at {place}: --resume with --clip_grad or "
-                         f"a lower --lr")
+        raise SystemExit(f"loss or weights are not finite at {place}: use --clip_grad or a lower "
+                         f"--lr, and --resume if last.pt exists")
 
 
 def draw_batches(train, steps, seed, args):

@@ -142,7 +142,7 @@ def visible_count(L, mask_ratio):
     """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225
     and mask_ratio 0.8 give 44, not 45: 1 - 0.8 < 0.2 in floating point.) Raises InputError unless
     mask_ratio is between 0 and 1 and leaves at least one patch visible and one masked."""
-    require(0 < mask_ratio < 1, f"mask_ratio {mask_ratio} must be between 0 and 1")
+    require(0 < mask_ratio < 1, f"mask_ratio {mask_ratio} must be above 0 and below 1")
     K = int(L * (1 - mask_ratio))
     require(0 < K < L, f"mask_ratio {mask_ratio} leaves {K} of {L} patches visible: at least one "
                        f"must be visible and one masked")

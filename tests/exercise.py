@@ -192,7 +192,7 @@ def compare(name, function, args):
                         for result, inputs in ((expected, args), (yours, clones))), "")
     if text:
         raise Different(f"{text}\n  Hint: the values are right but the gradients are not. Is "
-                        f"something detached, or rebuilt from plain numbers?")
+                        f"something wrongly detached, or not detached, or rebuilt from numbers?")
 
 
 def check(name):

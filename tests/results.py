@@ -69,7 +69,7 @@ ALPHAS = ("alpha 0.2", "alpha 0.4", "alpha 0.45")          # weights of the subo
 
 def commands(args, name, seed):
     """Yield (encoder, column, command) for everything that `name` needs: pretraining, first of any
-    teacher, then evaluation. run_all replaces {runs} in a command by the folder of the runs."""
+    teacher, then evaluation. run_all replaces {runs} in a command with the runs folder."""
     pretrained = {**PRETRAINED, **SWEEP}
     teachers = re.findall(r"{runs}/(\w+)/", {**pretrained, **SOURCES}[name])
     for encoder in teachers + [name] * (name in pretrained):

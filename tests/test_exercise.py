@@ -287,7 +287,8 @@ def test_handout(repository, tmp_path):
     assert not (folder / "solutions.py").exists()
     page = (folder / "TASKS.md").read_text(encoding="utf-8")
     assert all(f"--check {name}`" in page for name in names)
-    text, original = ("".join(file.read_text(encoding="utf-8") for file in place.glob("*.py"))
+    files = {f"{name.split('.')[0]}.py" for name in EXERCISES}
+    text, original = ("".join((place / file).read_text(encoding="utf-8") for file in files)
                       for place in (folder, ROOT))
     for solution in ("phase.cos()", "noise.argsort", "x[:, 1:] + pos[ids_keep]",
                      "U.repeat(", "var_mean(", "the large encoder sees", "w_i.float"):

@@ -338,7 +338,7 @@ def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, va
         loss = loss * value if len(calls) > 3 else loss
         return loss, {"loss": loss.detach()}
     monkeypatch.setattr(train.MAE, "forward", losing)
-    with pytest.raises(SystemExit, match="not finite at epoch 3, step .*, lr .*: --resume with"):
+    with pytest.raises(SystemExit, match="not finite at epoch 3, step .*, lr .*: use --clip"):
         train.main([*words("lost", 4), "--batch_size", "1", "--lr", "0.00123", "--amp", amp])
     assert len(calls) <= 20 and train.read("runs/lost")["epoch"] == 2
 

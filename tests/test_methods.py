@@ -183,7 +183,7 @@ def test_noise_and_masks(name):
         call(images, wrong)
     assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
     assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
-    with pytest.raises(InputError, match="mask_ratio 0.0 must be between 0 and 1"):
+    with pytest.raises(InputError, match="mask_ratio 0.0 must be above 0 and below 1"):
         model.reconstruct(images, mask_ratio=0.0)
 
 

@@ -421,6 +421,7 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, capsys, refused):
     refused(main, ["mea"], "'mea'", "imae")
     refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
     refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
+    refused(main, ["train", "--image", "a.png"], "train takes no --checkpoint and no --image")
     capsys.readouterr()
     main(["mae"])
     assert f"add --checkpoint {Path('runs/new/last.pt')}" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_visible_patches():
     for L, ratio, K in ((196, 0.75, 49), (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)):
         assert visible_count(L, ratio) == K
     for ratio in (-0.1, 0.0, 1.0, 75.0):
-        with pytest.raises(ValueError, match=f"mask_ratio {ratio} must be between 0 and 1"):
+        with pytest.raises(ValueError, match=f"mask_ratio {ratio} must be above 0 and below 1"):
             visible_count(196, ratio)
     assert masking(torch.zeros(1, 999), 0.5)[0][0].tolist() == [*range(499)]
 

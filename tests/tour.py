@@ -43,10 +43,10 @@ TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=
 @lru_cache
 def statements(path):
     """Return {line: the statement in it} for the functions of a file. The statement of a loop or a
-    condition is its header. Fields: path, node (ast), function, definition (its ast node), first
-    and last line, comments {line: text}, above (the same for comments on lines before it), targets
-    (code of what it assigns or appends), only_names (whether it only returns names), and parts
-    {line: code}: elements of a list, if several of its lines have comments."""
+    condition is its header. Each has path, node (ast), function, definition (the function's node),
+    first and last line, and comments {line: text}; `above` has the comments on lines before it.
+    `targets` is the code of what it assigns or appends. `only_names`: it returns only names.
+    `parts` {line: code} has a list's elements if several of its lines have comments."""
     comments, alone, table = {}, set(), {}
     with open(path, "rb") as file:
         for token in tokenize.tokenize(file.readline):
@@ -193,7 +193,7 @@ def letters(model):
 # ---------------------------------------------------------------------------------------- the lines
 def made_by(steps):
     """Return [(name, tensor)] for the tensors that the runs of a line made. Of three or more runs,
-    only the last tensor of each shape is kept. (Two runs are i-MAE's branches.)"""
+    only the last tensor of each shape is kept. With two runs (i-MAE's branches), all are kept."""
     made = [(name, x) for step in steps
             for name, part in zip(step.statement.targets or [""], step.made) for x in part]
     return made if len(steps) < 3 else [*{x.shape: (name, x) for name, x in made}.values()]
@@ -229,7 +229,7 @@ def png(x, height, text=""):
 
 
 def heat(x):
-    """Colour a matrix (h,w) by sign: blue, white at 0, orange. Returns (3,h,w) in [0, 1]."""
+    """Colour a matrix (h,w): negative blue, 0 white, positive orange. Returns (3,h,w) in [0, 1]."""
     x = x / x.abs().quantile(0.99).clamp(min=1e-9)
     return torch.stack([1 + 0.8 * x.clamp(max=0), 1 - 0.45 * x.abs(), 1 - 0.9 * x.clamp(min=0)])
 
@@ -525,6 +525,7 @@ def tour_method(args):
 
 def tour_train(args):
     """Return the arguments of `page` for a training step on eight images, from train_epoch on."""
+    require(not args.checkpoint and not args.image, "train takes no --checkpoint and no --image")
     words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
              "--device cpu --workers 0 --runs").split()
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
@@ -547,12 +548,12 @@ def main(argv=None):
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
+    out = Path(args.out or f"tour_{args.method}.html")
     try:
         found = (tour_train if args.method == "train" else tour_method)(args)
+        out.write_text(page(*found), encoding="utf-8")
     except (InputError, OSError) as error:
         parser.error(str(error).splitlines()[0])
-    out = Path(args.out or f"tour_{args.method}.html")
-    out.write_text(page(*found), encoding="utf-8")
     print(f"see     {out}: open it in a browser")
 
 
