@@ -82,11 +82,15 @@ def test_predicted_patches_are_a_uniform_choice(kind):
 def test_a_block_with_self_attention():
     """Queries attend to one another first, then to the encoder's tokens (A.4)."""
     torch.manual_seed(0)
-    block, x, y = CrossBlock(12, 6, 2, True), torch.randn(2, 3, 12), torch.randn(2, 4, 6)
+    block, y = CrossBlock(12, 6, 2, True), torch.randn(2, 4, 6)
+    x = torch.randn(2, 3, 12, requires_grad=True)
     wanted = x + block.self_attn(block.norm0(x))
     wanted = wanted + block.cross_attn(block.norm1(wanted), y)
     wanted = wanted + block.mlp(block.norm2(wanted))
-    assert torch.allclose(block(x, y), wanted, atol=1e-6)
+    results = block(x, y), wanted
+    assert torch.allclose(*results, atol=1e-6)
+    grads = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
+    assert torch.allclose(*grads, atol=1e-5)
 
 
 @pytest.mark.parametrize("options, used", [                # places in ViT.layers, 0: the input
@@ -132,6 +136,7 @@ def test_contributions_add_up(options):
     for j, cell in enumerate(cells[:, 1:-1].unbind(1)):    # the mean is added once
         wanted = parts[j] * std + (j == 0) * mean
         assert torch.allclose(model.encoder.targets(cell, ids), wanted, atol=1e-5)
+        assert not cell[visible].any()                     # grey: only masked patches are shown
     decoded, mask = model.reconstruct(images, model.encoder.fixed_noise(images))
     wanted = model.encoder.copy_visible(decoded, images, mask)
     assert torch.allclose(last, wanted, atol=1e-4)

@@ -232,7 +232,7 @@ def test_nearest_neighbours_by_hand(spy):
                  lambda x, k: (x.dtype, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")             # as start_processes does on a GPU
     for dtype in (torch.float32, torch.bfloat16):
-        args = settings(k=4, dtype=dtype)
+        args = settings(k=4, dtype=dtype, eval_images=2)   # of the images to validate on
         score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
         with train.autocast(args):                         # as evaluate calls it
             found += score(query)
@@ -288,9 +288,11 @@ def test_few_labels(tune, tmp_path, capsys, spy):
     assert scored == [2, 4, 5] and len(a["history"]) == 5  # 12 is about two times 7
     history = tune(*words, "--eval_every", "1")[0]["history"]
     assert len([row for row in history if "top1" in row]) == 2
-    banks = spy(finetune, "knn", lambda model, train, *_: len(train.labels))
-    content, row = tune("--mode", "knn", *words, name="knn")
-    assert content is None and row["top1"] == 100 and banks == [7]
+    banks = spy(finetune, "knn", lambda model, train, *_: train.images)
+    for seed in "01":
+        content, row = tune("--mode", "knn", *words, "--seed", seed, name="knn")
+        assert content is None and row["top1"] == 100 and len(banks[-1]) == 7
+    assert not torch.equal(*banks)                         # each seed chooses its own images
 
 
 def test_flags_do_something(tune):

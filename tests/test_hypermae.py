@@ -41,14 +41,16 @@ def test_coordinates(loss_on, spy):
 
 def test_shared_blocks():
     """The encoder keeps its blocks, Feat2W has the others. Weight tokens enter at the first shared
-    block, where visible tokens attend to them."""
+    block, where visible tokens attend to them. Encoder and Feat2W have different numbers of blocks.
+    """
     for shared in (0, 1, 2):
-        model, (images, noise) = build("hypermae", shared_blocks=shared), images_and_noise()
-        assert (len(model.encoder.blocks), len(model.feat2w_blocks)) == (2, 2 - shared)
+        model = build("hypermae", shared_blocks=shared, depth=4)
+        images, noise = images_and_noise()
+        assert (len(model.encoder.blocks), len(model.feat2w_blocks)) == (4, 2 - shared)
         ids_keep = model.encoder.mask(images, noise, 0.75)[0]
-        x = model.encoder.layers(model.encoder.embed(images, ids_keep))[2 - shared]
+        x = model.encoder.layers(model.encoder.embed(images, ids_keep))[4 - shared]
         x = torch.cat([x, model.weight_tokens.expand(3, -1, -1)], dim=1)
-        for block in [*model.encoder.blocks[2 - shared:], *model.feat2w_blocks]:
+        for block in [*model.encoder.blocks[4 - shared:], *model.feat2w_blocks]:
             x = block(x)
         M = model.T @ model.proj(x[:, -3:])
         assert torch.allclose(model.encode(images, ids_keep), M, atol=1e-6)

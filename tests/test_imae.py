@@ -148,8 +148,12 @@ def test_measures_find_what_exists():
     wanted = torch.stack([-10 * e[m].mean().log10() for e, m in zip(error, masked)]).mean()
     row = [*model.measures(images[:200], val).values()][0][3]
     assert row["alpha"] == 0.2 and abs(row["psnr"] - wanted) < 1e-3
+    fit, score = (model.latents(z, 0.2, ("subordinate", "dominant")) for z in (images[:200], val))
     for source in ("mixed", "control"):                    # both have seen only the mixture
         assert row[f"{source} subordinate"] < row[f"{source} dominant"] < 0.95
+        for name in ("subordinate", "dominant"):
+            x, y = ((z[source], z[f"teacher {name}"]) for z in (fit, score))
+            assert row[f"{source} {name}"] == pytest.approx(ridge_r2(*x, *y))
 
     model.teacher["encoder"], model.teacher["decoder_embed"] = model.encoder, model.decoder_embed[0]
     row = [*model.measures(images[:200], val).values()][0][0]          # 0.95 of the dominant one
@@ -161,6 +165,8 @@ def test_latents_of_many_images():
     model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
     whole, end = (model.latents(x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
     assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
+    whole, end = (model.subordinate_psnr(x, 0.3) for x in (images, images[248:]))
+    assert whole.shape == (252,) and torch.allclose(whole[249:], end[1:], atol=1e-4)
 
 
 def test_figure():
@@ -171,6 +177,8 @@ def test_figure():
     for row, alpha in zip(rows, ALPHAS):
         assert torch.allclose(row[0], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
         assert torch.equal(row[4], images[0]) and torch.equal(row[5], images[1])
+        (decoded, _), _ = model.unmix(images[:1], images[1:2], alpha, model.same_noise(images[:1]))
+        assert torch.allclose(row[2], decoded[0], atol=1e-6)
         masked = row[1] == 0
         assert masked.float().mean() == 0.75 and torch.equal(row[1][~masked], row[0][~masked])
         assert torch.equal(row[3], torch.where(masked, row[2], row[0]))

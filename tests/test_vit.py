@@ -81,13 +81,15 @@ def test_patterns_of_noise():
         assert (mask.sum((1, 2)) == 196 - 78).all()
         alike[kind] = (mask[:, 1:] == mask[:, :-1]).float().mean()     # of neighbours
     assert alike["block"] > 0.85 > 0.55 > alike["random"]
+    noise, again = (vit().fixed_noise(torch.zeros(3, 5, 8, 12)) for _ in range(2))
+    assert torch.equal(noise, again) and len(noise.unique(dim=0)) == 3     # one for each image
     with pytest.raises(ValueError, match="'stripes' is not one of random, grid, block"):
         mask_noise("stripes", 1, (4, 4))
 
 
 def test_area_of_block_masks():
     """The rectangle masked first covers 10 to 40% of the image, with any aspect from 0.3 to its
-    inverse, unless the border clips it."""
+    inverse, unless the border clips it. Its row and its column are drawn separately."""
     noise = mask_noise("block", 400, (32, 48), generator=torch.Generator().manual_seed(0))
     first = noise.view(400, 32, 48).floor()
     first = first == first.amax((1, 2), keepdim=True)
@@ -97,6 +99,9 @@ def test_area_of_block_masks():
     aspect = (rows.float().mean(1) / cols.float().mean(1))[whole].log()
     assert 0.08 < area.min() < 0.13 and 0.3 < area.max() < 0.43 and len(area) > 50
     assert -1.3 < aspect.min() < -0.9 and 0.9 < aspect.max() < 1.3     # log 0.3 is -1.2
+    y, x = ((side.float() * torch.arange(side.shape[1])).sum(1) / side.sum(1)
+            for side in (rows[whole], cols[whole]))        # the centre, anywhere
+    assert torch.stack([y, x]).corrcoef()[0, 1].abs() < 0.3
 
 
 def vit(**options):
