@@ -444,7 +444,7 @@ def once(html):
 def page(text, about, known, strip, call, model):
     """Return the whole page: the file's docstring `text`, a line `about` the run, the letters'
     numbers {letter: n}, a strip of captioned images, and a traced call."""
-    title, _, idea = text.partition("\n")
+    title, _, idea = text.replace("`", "").partition("\n")
     parts = [f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
              f"<p>{escape(part)}</p>" for part in idea.strip("\n").split("\n\n")]
     files = sorted({inner.steps[0].statement.path for inner in flatten([call])})
