@@ -101,7 +101,7 @@ def run_name(args, source_data):
 def augmentation(train, model, img_size, args):
     """Return make_inputs(images, labels), which returns the model's arguments, images and targets.
     RandAugment and erasing take one image at a time. They become train.transform, and images in
-    memory move to the CPU, where workers crop them like files."""
+    memory move to the CPU, where workers crop them one by one."""
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]

@@ -66,8 +66,8 @@ class MAE(nn.Module):
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
-        """Build the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": the latent (B,1+K,D)
-        projected to width E, then a mask token for each masked patch, all with positions added.
+        """Build the decoder's input (B,1+L,E): the latent (B,1+K,D) projected to width E, then a
+        mask token for each masked patch, all with positions added, as in Sec. 3, "MAE decoder".
         Tokens stay sorted by noise: attention ignores order, so we do not unshuffle (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)

@@ -97,7 +97,7 @@ class MINR(nn.Module):
         require(0 < pixel_fraction <= 1,
                 f"pixel_fraction {pixel_fraction} must be above 0 and at most 1")
         require(ff_dim >= 2 and ff_dim % 2 == 0, f"ff_dim {ff_dim} must be even and at least 2")
-        if modulated_layers is None:                       # Sec. 3.2: the second layer has index 1
+        if modulated_layers is None:                       # Sec. 3.2: only the second layer
             modulated_layers = [1] if hypernetwork == "ginr" else range(mlp_depth)
         if groups is None:
             groups = 256 if hypernetwork == "ginr" else 64             # items 7, 8

@@ -487,7 +487,7 @@ class ImageDataset(Dataset):
 
 
 def open_data(name, img_size, args):
-    """Return the train and val ImageDataset for --data, and the image size (H, W). Images that are
+    """Return the train and val ImageDatasets for --data, and the image size (H, W). Images that are
     kept in memory are on the device."""
     if name == "shapes":
         size = img_size or (32, 32)
@@ -517,7 +517,7 @@ def open_data(name, img_size, args):
 
 
 def open_folder(root, img_size, args):
-    """Return the train and val ImageDataset of a folder, and the image size (H, W).
+    """Return a folder's train and val ImageDatasets, and the image size (H, W).
 
     Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
     or, without img_size, 223 pixels. Few: with a copy for each process on this machine, all images

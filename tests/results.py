@@ -155,7 +155,7 @@ def printed_numbers(lines):
 
 
 def run(command):
-    """Run a command, resuming what an earlier call began, and return its numbers, a dict. Raises
+    """Run a command, resuming what an earlier call began, and return its numbers in a dict. Raises
     SystemExit if its folder already belongs to another command."""
     print(f"\n{command}", flush=True)
     words = [sys.executable, *command.split()[1:]]

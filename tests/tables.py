@@ -5,9 +5,9 @@ tests/results.jsonl:
     python -m tests.tables FILE.jsonl            # prints the tables of another file
 
 The names of encoders are in RESULTS.md. tests/sentences.txt has the sentences, and the comparisons
-for questions and claims. These name columns such as "1%" (top-1 in %), "random 0.75 masked" or
-"other random 0.75 decoded" (PSNR in dB), "alpha 0.2 branch subordinate" (R^2, i-MAE), "block sum
-visible" (attention, MAE). The tables in RESULTS.md have the columns in TABLES.
+for questions and claims. They name columns (those of the tables in RESULTS.md are in TABLES):
+    "1%": top-1 in %    "random 0.75 masked", "other random 0.75 decoded": PSNR in dB
+    "alpha 0.2 branch subordinate": R^2, i-MAE    "block sum visible": attention, MAE
 """
 
 import argparse
