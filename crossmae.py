@@ -96,8 +96,8 @@ class CrossMAE(nn.Module):
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
-    small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
-    small_model = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
+    low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
+    low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
@@ -136,7 +136,7 @@ class CrossMAE(nn.Module):
             require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
                     f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
                     f"{depth - 1} that includes {depth - 1}")
-            # indices into the list from ViT.layers, which starts with the input (Sec. 3.4, A.5)
+            # indices into ViT.feature_maps's list, which starts with the input (Sec. 3.4, A.5)
             self.map_ids = [0] * include_input + [block + 1 for block in sorted(blocks)]
             n = len(self.map_ids)
             self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
@@ -165,7 +165,7 @@ class CrossMAE(nn.Module):
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
-        maps = self.encoder.layers(tokens)                             # (B, 1+K, D) each, 1 + depth
+        maps = self.encoder.feature_maps(tokens)           # (B, 1+K, D) each, 1 + depth of them
         maps = [maps[i] for i in self.map_ids]                         # f_1 ... f_n
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # ablation: Table 9

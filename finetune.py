@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (LAYOUT, Parser, add_options, add_recipe, apply_recipe, autocast, crop_batch,
-                   crop_transform, data_of, fit, initialize, mean_over_processes, name_run, number,
-                   open_data, read, run_cli, run_of, val_batches, vit_config)
+from train import (LAYOUT, LOW_RES_HELP, Parser, add_options, add_recipe, apply_recipe, autocast,
+                   crop_batch, crop_transform, data_of, fit, initialize, mean_over_processes,
+                   name_run, number, open_data, read_checkpoint, run_cli, run_of, val_batches,
+                   vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
@@ -30,7 +31,7 @@ def finetune(args):
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
     if args.checkpoint is not None:                        # an empty name is an error
-        source = read(args.checkpoint, args.heads)
+        source = read_checkpoint(args.checkpoint, args.heads)
     args.data = data_of(source, args.checkpoint, args)
     if args.mode != "knn":
         name_run(args, run_name(args, source["flags"].get("data")))
@@ -40,8 +41,8 @@ def finetune(args):
                            f"in train/ and val/")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
-    recipe, small = RECIPES[args.mode]
-    apply_recipe(args, recipe, small, config, len(train.labels))
+    recipe, low_res = RECIPES[args.mode]
+    apply_recipe(args, recipe, low_res, config, len(train.labels))
     args.pairs = args.same_draws = False                   # each process draws its own drop path
 
     torch.manual_seed(args.seed)
@@ -105,9 +106,9 @@ def augmentation(train, model, img_size, args):
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
-    if more or train.transform:
+    if more or not train.in_memory:
         train.transform = crop_transform(img_size, args, *more)
-        if torch.is_tensor(train.images):
+        if train.in_memory:
             train.images = train.images.cpu()
     mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
               ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
@@ -146,12 +147,12 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 def keep_labels(dataset, fraction, seed):
     """Keep only a fraction of each class's images, at least one per class, chosen by the seed."""
-    g, keep = torch.Generator().manual_seed(seed), []
+    g, chosen = torch.Generator().manual_seed(seed), []
     for c in range(len(dataset.classes)):
         ids = (dataset.labels == c).nonzero().flatten()
         order = ids[torch.randperm(len(ids), generator=g)]
-        keep.append(order[:max(1, round(fraction * len(ids)))])
-    dataset.keep(torch.cat(keep))
+        chosen.append(order[:max(1, round(fraction * len(ids)))])
+    dataset.select(torch.cat(chosen))
 
 
 # -------------------------------------------------------------------------- the model, the recipes
@@ -245,12 +246,12 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-SMALL = dict(  # our own settings, for small images or the micro encoder: see train.apply_recipe
+LOW_RES = dict(  # our own settings: see train.is_low_res
     batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-RECIPES = {  # for each mode: recipe, settings for small images
-    "finetune": (FINETUNE, dict(SMALL, lr=2e-3)), "linear": (LINEAR, SMALL),
-    "knn": (FINETUNE, SMALL), "eval": (FINETUNE, SMALL),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, lr=2e-3))}  # no layer is pretrained
+RECIPES = {  # for each mode: recipe, settings for low-resolution images
+    "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
+    "knn": (FINETUNE, LOW_RES), "eval": (FINETUNE, LOW_RES),
+    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # no layer is pretrained
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -299,7 +300,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
 def evaluate_checkpoint(args):
     """Run --mode eval: print the accuracies of a checkpoint with a head. Writes no files."""
-    content = read(args.checkpoint, args.heads)
+    content = read_checkpoint(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
         pool = "mean" if "fc_norm.weight" in state else "token"
@@ -353,8 +354,8 @@ def main(argv=None):
                help="whether the frozen encoder ends with a LayerNorm (as in the checkpoint)")
     add_options(parser, mode != "eval", training)
     if training:
-        recipe, small = RECIPES[mode]
-        add, fraction, positive = (add_recipe(parser, f"recipe of --mode {mode}", recipe, small),
+        recipe, low_res = RECIPES[mode]
+        add, fraction, positive = (add_recipe(parser, f"recipe of --mode {mode}", recipe, low_res),
                                    number(float, 0, 1), number(float, 0))
         add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
             metavar="N")
@@ -370,8 +371,7 @@ def main(argv=None):
                 "rate; 1: no decay", type=fraction, metavar="X")
     parser.description = (
         f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
-        f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n"
-        f'"Small images" are up to 64 pixels; with --size micro all images count as small.')
+        f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n{LOW_RES_HELP}")
     return run_cli(parser, evaluate_checkpoint if mode == "eval" else finetune, argv)
 
 

@@ -68,8 +68,8 @@ class HyperMAE(nn.Module):
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
-    small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
-    small_model = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
+    low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
+    low_res_config = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0

@@ -49,8 +49,8 @@ class IMAE(nn.Module):
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder. No
     # augmentation, as for CIFAR in Table 1
-    small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
-    small_model = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
+    low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
+    low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     lr_scale = 1.0
     pairs = True                                           # train.py draws partners, item 7
@@ -267,13 +267,14 @@ class IMAE(nn.Module):
         for alpha in ALPHAS:
             row = {"alpha": alpha, "psnr": self.subordinate_psnr(val, alpha).mean().item()}
             if self.teacher:
-                fit, score = self.latents(train, alpha, names), self.latents(val, alpha, names)
+                from_train = self.latents(train, alpha, names)
+                from_val = self.latents(val, alpha, names)
                 for source in ("branch", "mixed", "control"):
                     for name in names:
                         key = f"branch {name}" if source == "branch" else source
                         target = f"teacher {name}"
-                        row[f"{source} {name}"] = ridge_r2(fit[key], fit[target], score[key],
-                                                           score[target])
+                        row[f"{source} {name}"] = ridge_r2(from_train[key], from_train[target],
+                                                           from_val[key], from_val[target])
             rows.append(row)
         title = (f"{len(val)} mixtures of two images for each weight alpha of the subordinate one; "
                  f"psnr: PSNR in dB of that image's masked pixels")

@@ -36,8 +36,8 @@ class MAE(nn.Module):
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
-    small = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
-    small_model = dict(  # targets are not normalised, so that predictions can be viewed directly
+    low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
+    low_res_config = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
     lr_scale = 1.0                         # multiplies the learning rate; 1 except in CrossMAE

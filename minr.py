@@ -79,8 +79,9 @@ class MINR(nn.Module):
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     # our own training and model settings, for images up to 64 pixels or the micro encoder
-    small = dict(lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
-    small_model = dict(  # 32 pixels can hold at most 16 periods
+    low_res_recipe = dict(
+        lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
+    low_res_config = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     lr_scale = 1.0
@@ -108,12 +109,13 @@ class MINR(nn.Module):
         require(groups >= 1, f"groups {groups} must be at least 1")
 
         widths = [2 * ff_dim, *[hidden_dim] * (mlp_depth - 1), in_chans]  # a_0, b_0 = a_1, ...
-        self.groups = {i: min(groups, widths[i + 1]) for i in sorted(modulated_layers)}  # g_i
-        for i, g in self.groups.items():
+        self.tokens_per_layer = {                          # {i: g_i}
+            i: min(groups, widths[i + 1]) for i in sorted(modulated_layers)}
+        for i, g in self.tokens_per_layer.items():
             require(hypernetwork == "ginr" or widths[i + 1] % g == 0,
                     f"groups {groups} must divide the {widths[i + 1]} outputs of layer {i}")
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, norm=False,  # item 6
-                           extra_tokens=sum(self.groups.values()))     # the weight tokens
+                           extra_tokens=sum(self.tokens_per_layer.values()))     # the weight tokens
         nn.init.normal_(self.encoder.extra_tokens)                     # N(0, 1) (release)
         self.mask_ratio, self.hypernetwork, self.loss_on = mask_ratio, hypernetwork, loss_on
         self.ff_dim, self.ff_sigma, self.out_bias = ff_dim, ff_sigma, out_bias
@@ -122,15 +124,15 @@ class MINR(nn.Module):
 
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()  # shared by all images
         for i, (a, b) in enumerate(zip(widths, widths[1:])):
-            g = self.groups.get(i)
+            g = self.tokens_per_layer.get(i)
             if g and hypernetwork == "ginr":               # V in modulate, item 4
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)        # N(0, 1/(g a))
             else:
                 self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
             self.biases.append(torch.zeros(b))
-        self.to_weights = nn.ModuleDict({                  # turns a weight token into a column of U
+        self.to_columns = nn.ModuleDict({                  # turns a weight token into a column of U
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i]))
-            for i in self.groups})
+            for i in self.tokens_per_layer})
 
     def encode(self, images, ids_keep, mask):
         """Mask and encode images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
@@ -153,19 +155,20 @@ class MINR(nn.Module):
             TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
             other layers   W = V                 (a,b)
 
-        to_weights turns weight token k of a layer into column k of U. Every column of W is then
+        to_columns turns weight token k of a layer into column k of U. Every column of W is then
         scaled to length 1 (item 5). Biases (b,) are shared."""
-        tokens_of = dict(zip(self.groups, tokens.split([*self.groups.values()], dim=1)))
+        counts = self.tokens_per_layer                                 # {i: g_i}
+        tokens_of = dict(zip(counts, tokens.split([*counts.values()], dim=1)))
         layers = []
         for i, (V, bias) in enumerate(zip(self.weights, self.biases)):
-            if i not in self.groups:
+            if i not in counts:
                 W = V                                                  # (a, b)
             else:
-                U = self.to_weights[str(i)](tokens_of[i]).transpose(1, 2)      # (B, a, g)
+                U = self.to_columns[str(i)](tokens_of[i]).transpose(1, 2)      # (B, a, g)
                 if self.hypernetwork == "ginr":
                     W = U @ V                                          # (B, a, b)
                 else:
-                    W = U.repeat(1, 1, len(bias) // self.groups[i]) * V        # (B, a, b)
+                    W = U.repeat(1, 1, len(bias) // counts[i]) * V     # (B, a, b)
             layers.append((F.normalize(W, dim=-2), bias))
         return layers
 

@@ -52,23 +52,24 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 # --------------------------------------------------------------------------------------- training
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of log.jsonl. `args` holds the
-    flags and, from start_processes, rank, world, local_rank, device and dtype."""
+    flags and the command. start_processes adds rank, world, local_rank, device and dtype; this
+    function adds pairs and same_draws; apply_recipe fills in the flags that were not given."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
-    init = read(args.init, args.heads) if args.init else {"config": {}}
+    init = read_checkpoint(args.init, args.heads) if args.init else {"config": {}}
     img_size = args.img_size or init["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     model, config = build_model(args, train, img_size, init)
     del init                                               # its weights are in the model now
     args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
     args.same_draws = True                                 # MINR's random pixels: see train_step
-    if train.transform:                                    # files: random crops, not centre crops
+    if not train.in_memory:                                # random crops, not centre crops
         train.transform = crop_transform(img_size, args)
 
     def make_inputs(images, labels):
         """Return the model's arguments: images, noise and, for pairs, partners and alpha."""
         parts = images.chunk(2 if args.pairs else 1)
-        crops = parts if train.transform else [crop_batch(x, img_size, args) for x in parts]
+        crops = [crop_batch(x, img_size, args) for x in parts] if train.in_memory else parts
         images, *partners = [normalize(x, model) for x in crops]
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
@@ -266,7 +267,7 @@ def describe(args, model, train, val):
     steps, encoder = n // args.batch_size, model.encoder
     (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    where = "in memory" if torch.is_tensor(train.images) else "read from files"
+    where = "in memory" if train.in_memory else "read from files"
     print(f"data    {args.data}: {n} train, {n_val} val, {where}; {H}x{W} px in {h}x{w} "
           f"patches of {p}x{q} px")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
@@ -281,14 +282,15 @@ def build_model(args, train, img_size, init):
     content of the --init checkpoint."""
     cls, lr_given = METHODS[args.method], args.lr is not None
     config = vit_config(args, img_size, init["config"])
-    apply_recipe(args, {**method_arguments(cls), **cls.recipe}, {**cls.small, **cls.small_model},
-                 config, len(train.labels))
+    apply_recipe(args, {**method_arguments(cls), **cls.recipe},
+                 {**cls.low_res_recipe, **cls.low_res_config}, config, len(train.labels))
     config.update({name: getattr(args, name) for name in method_arguments(cls)})
     if getattr(cls, "pairs", False):
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation (pass an MAE with --teacher)'}")
         if args.teacher:
-            config["teacher"], teacher_state = teacher_of(read(args.teacher, args.heads), config)
+            teacher = read_checkpoint(args.teacher, args.heads)
+            config["teacher"], teacher_state = teacher_of(teacher, config)
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
@@ -315,17 +317,23 @@ def vit_config(args, img_size, source):
     return config
 
 
+def is_low_res(config):
+    """Return whether the low-resolution settings apply: to images of up to 64 pixels, or to an
+    encoder no wider than micro."""
+    return max(config["img_size"]) <= 64 or config["dim"] <= SIZES["micro"]["dim"]
+
+
 def method_arguments(cls):
     """Return a method's own flags, {name: default}: its constructor's keyword-only arguments."""
     return cls.__init__.__kwdefaults__ or {}
 
 
-def apply_recipe(args, recipe, small, config, n):
-    """Fill in each flag that was not given, from `recipe`. For images up to 64 pixels, and for the
-    micro encoder, the values in `small` replace those in `recipe`. `config` holds the encoder's
-    sizes. The default batch size is at most a tenth of n, the number of training images."""
-    if config["dim"] <= SIZES["micro"]["dim"] or max(config["img_size"]) <= 64:
-        recipe = {**recipe, **small}
+def apply_recipe(args, recipe, low_res, config, n):
+    """Fill in each flag that was not given, from `recipe` or, if is_low_res(config), from `low_res`
+    and then `recipe`. `config` holds the encoder's sizes. The default batch size is at most a tenth
+    of n, the number of training images."""
+    if is_low_res(config):
+        recipe = {**recipe, **low_res}
     recipe = {**SHARED, **recipe}
     given = [name for name in recipe if getattr(args, name, None) is not None]
     for name, value in recipe.items():
@@ -383,11 +391,11 @@ def compare(args):
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
         path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
-        content = read(path)
+        content = read_checkpoint(path)
         if content["method"] == "classifier":
             print(f"note    skipping {path}, a classifier: use finetune.py --mode eval")
             continue
-        model = load(path).to(args.device)
+        model = load_model(path).to(args.device)
         args.data = data_of(content, path, args)
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
         if size != model.encoder.img_size:
@@ -446,14 +454,19 @@ def as_table(rows):
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
     """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
-    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. Files always have a `transform`.
-    With it, workers load images one by one; without it, crop_batch crops a whole batch at once."""
+    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files
+    always have, workers load images one by one. Without it, crop_batch crops a whole batch."""
 
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
         self.classes, self.transform = classes, transform
         self.seed = 0                                      # seeds the transform; set each epoch
         self.broken = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+
+    @property
+    def in_memory(self):
+        """Whether `images` is a tensor, not a list of files."""
+        return torch.is_tensor(self.images)
 
     def __getitem__(self, i):
         """Return image i and its label. Random transforms are seeded from (seed, i)."""
@@ -463,9 +476,9 @@ class ImageDataset(Dataset):
         return (self.transform(image) if self.transform else image), label
 
     def read(self, i):
-        """Return image i and its label. A file that cannot be read is reported once and replaced
+        """Read image i and its label. A file that cannot be read is reported once and replaced
         by the next readable file."""
-        if torch.is_tensor(self.images):
+        if self.in_memory:
             return self.images[i], self.labels[i]
         n = len(self.images)
         for j in range(min(n, 100)):
@@ -479,11 +492,10 @@ class ImageDataset(Dataset):
                 self.broken[k] = True
         raise InputError(f"none of {min(n, 100)} images can be read")
 
-    def keep(self, ids):
+    def select(self, ids):
         """Keep only the images with indices ids (n,)."""
         self.labels, self.broken = self.labels[ids], self.broken[ids].share_memory_()
-        in_memory = torch.is_tensor(self.images)
-        self.images = self.images[ids] if in_memory else [self.images[i] for i in ids.tolist()]
+        self.images = self.images[ids] if self.in_memory else [self.images[i] for i in ids.tolist()]
 
 
 def open_data(name, img_size, args):
@@ -509,9 +521,9 @@ def open_data(name, img_size, args):
         datasets, size = open_folder(Path(name), img_size, args)
     if args.train_images is not None:
         order = torch.randperm(len(datasets[0].labels), generator=torch.Generator().manual_seed(0))
-        datasets[0].keep(order[:args.train_images])
+        datasets[0].select(order[:args.train_images])
     for dataset in datasets:
-        if dataset.transform is None:
+        if dataset.in_memory:
             dataset.images = dataset.images.to(args.device).contiguous()
     return *datasets, size
 
@@ -539,12 +551,13 @@ def open_folder(root, img_size, args):
     copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # one per process (GPU: in GPU memory)
     in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
     for dataset in (train, val):         # files: the central 7/8, as in MAE (224 of 256 pixels)
-        dataset.transform = partial(center_crop, img_size=(H, W), share=1 if in_memory else 7 / 8)
+        fraction = 1 if in_memory else 7 / 8
+        dataset.transform = partial(center_crop, img_size=(H, W), fraction=fraction)
         if in_memory:
-            pieces = torch.arange(len(dataset.labels)).split(PIECE)
-            loader = tqdm(file_loader(dataset, pieces, args), "reading", leave=False, disable=None)
+            batches = torch.arange(len(dataset.labels)).split(WORKER_BATCH)
+            loader = tqdm(file_loader(dataset, batches, args), "reading", leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
-            for ids, (part, labels) in zip(pieces, loader):
+            for ids, (part, labels) in zip(batches, loader):
                 images[ids], dataset.labels[ids] = part, labels  # a replacement has its own label
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
@@ -577,15 +590,15 @@ def list_folder(root):
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
-PIECE = 64  # images a worker loads at a time; 4,096 would delay epochs by 12 s and take 9.9 GB
+WORKER_BATCH = 64  # images; a batch of 4,096 would delay an epoch by 12 s and take 9.9 GB
 
 
-def file_loader(dataset, pieces, args):
+def file_loader(dataset, batches, args):
     """Return a DataLoader that yields images (b,C,H,W), uint8, and labels (b,) for each tensor of
-    indices (b,) in `pieces`. Workers read and transform the images."""
-    workers = min(args.workers, len(pieces))
+    indices (b,) in `batches`. Workers read and transform the images."""
+    workers = min(args.workers, len(batches))
     fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
-    return DataLoader(dataset, batch_sampler=[ids.tolist() for ids in pieces], num_workers=workers,
+    return DataLoader(dataset, batch_sampler=[ids.tolist() for ids in batches], num_workers=workers,
                       pin_memory=args.device.type == "cuda",
                       multiprocessing_context="fork" if fork else None)
 
@@ -599,10 +612,10 @@ def load_images(dataset, batches, args, seed=0):
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
     dataset.seed = seed                                    # before workers copy the dataset
-    pieces = [piece for ids in batches for piece in ids.split(PIECE)]
-    loaded = iter(file_loader(dataset, pieces, args))
+    worker_batches = [part for ids in batches for part in ids.split(WORKER_BATCH)]
+    loaded = iter(file_loader(dataset, worker_batches, args))
     for ids in batches:
-        parts = [next(loaded) for _ in ids.split(PIECE)]
+        parts = [next(loaded) for _ in ids.split(WORKER_BATCH)]
         yield (torch.cat([images.to(**to_device) for images, _ in parts]),
                torch.cat([labels.to(**to_device) for _, labels in parts]))
 
@@ -611,9 +624,9 @@ def val_batches(dataset, args, img_size, most=None):
     """Yield this process's batches (indices, images, labels) from a fixed random subset of at most
     `most` images. A batch is at most 250 images, and no larger than one accumulation step."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
-    share = order[:most].tensor_split(args.world)[args.rank]
+    own = order[:most].tensor_split(args.world)[args.rank]
     size = max(1, args.batch_size // (args.world * args.accum))
-    batches = share.split(min(250, size)) if len(share) else ()
+    batches = own.split(min(250, size)) if len(own) else ()
     for ids, (images, labels) in zip(batches, load_images(dataset, batches, args)):
         yield ids, v2.functional.resize(images, img_size), labels
 
@@ -624,11 +637,11 @@ def crop_batch(images, img_size, args):
     whole batch. Returns floats. Crops taller or wider than the image are clipped to it. As in
     validation, images are stretched if img_size has another aspect ratio."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
-    area, root, y, x, coin = draws.unbind(1)                           # (b,) each, in [0, 1)
+    area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
-    # square root of the aspect ratio w / h, which is in [3/4, 4/3], or 1 without a crop
-    root = ((2 * root - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
-    h, w = (area.sqrt() / root).clamp(max=1), (area.sqrt() * root).clamp(max=1)
+    # square root of the aspect ratio w / h, which is from 3/4 to 4/3, or 1 without a crop
+    stretch = ((2 * stretch - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
+    h, w = (area.sqrt() / stretch).clamp(max=1), (area.sqrt() * stretch).clamp(max=1)
     y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
     w_flipped, zero = torch.where(coin < 0.5 * args.flip, -w, w), torch.zeros_like(h)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
@@ -648,11 +661,11 @@ def crop_transform(img_size, args, *more):
     return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * args.flip), *more])
 
 
-def center_crop(image, img_size, share):
+def center_crop(image, img_size, fraction):
     """Crop the centre of an image (C,h,w) and resize it to img_size. The crop is the largest one
-    with the aspect ratio of img_size, its sides multiplied by `share`."""
+    with the aspect ratio of img_size, its sides multiplied by `fraction`."""
     (h, w), (H, W) = image.shape[1:], img_size
-    scale = share * min(h / H, w / W)
+    scale = fraction * min(h / H, w / W)
     crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
     return v2.functional.resize(crop(image), img_size, v2.InterpolationMode.BICUBIC)
 
@@ -732,7 +745,7 @@ def save(path, content):
     os.replace(temporary, path)
 
 
-def read(path, heads=None):
+def read_checkpoint(path, heads=None):
     """Load a checkpoint, or the last.pt of a folder, without executing code from it. Returns a dict
     with method (None for a released file), config (constructor arguments), model (state dict),
     mean, std, flags and more."""
@@ -769,13 +782,13 @@ def data_of(content, path, args):
     return data
 
 
-def load(path, methods=METHODS):
+def load_model(path, methods=METHODS):
     """Return a checkpoint's model in eval mode, with the class_names of its data. Raises
     InputError if the checkpoint's method is not in `methods`, {method: class}."""
-    content = read(path)
+    content = read_checkpoint(path)
     method = content["method"]
     require(method in methods, f"{path} has method {method}, which is none of "
-                               f"{', '.join(methods)}: use load(path, {{method: class}})")
+                               f"{', '.join(methods)}: use load_model(path, {{method: class}})")
     model = methods[method](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
@@ -802,7 +815,7 @@ def resume(last, model, optimizer, scaler, content, args):
     """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
     changed. Raises InputError if the model or the optimizer has changed. Returns [] if nothing is
     resumed. Without --resume, also deletes the last.pt of an earlier run."""
-    saved = read(last) if args.resume and last.exists() else None
+    saved = read_checkpoint(last) if args.resume and last.exists() else None
     epoch = saved["epoch"] if saved else -1
     require(mean_over_processes({"epoch": epoch}, args.world, args)["epoch"] == epoch,
             f"not all processes find the same {last} to resume: --runs must be on a shared disk")
@@ -900,6 +913,8 @@ def mean_over_processes(sums, n, args):
 
 
 # ------------------------------------------------------------------------------- the command line
+LOW_RES_HELP = ('"low_res" values are for images of up to 64 pixels, and for any encoder no '
+                "wider than micro.")
 LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
 SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # unless a recipe sets them
@@ -984,25 +999,25 @@ def add_options(parser, encoder=True, training=True):
     option("--overwrite", action="store_true", help="replace an existing run of that name")
 
 
-def flag_adder(parser, title, defaults, small):
+def flag_adder(parser, title, defaults, low_res):
     """Return a function that adds a flag. The flag's help shows its defaults, from `defaults` and
-    `small`. A flag that is not given stays None until apply_recipe sets it."""
+    `low_res`. A flag that is not given stays None until apply_recipe sets it."""
     option = parser.add_argument_group(title).add_argument
 
     def add(name, text, **kwargs):
         default, values = defaults.get(name), []
         if default is not None:
             values.append(str(default).strip("()").replace(" ", ""))
-        if small.get(name, default) != default:
-            values.append(f"small images: {small[name]}")
+        if low_res.get(name, default) != default:
+            values.append(f"low_res: {low_res[name]}")
         value = f" ({'; '.join(values)})" if values else ""
         option(f"--{name}", help=(text + value).replace("%", "%%"), **kwargs)
     return add
 
 
-def add_recipe(parser, title, recipe, small):
+def add_recipe(parser, title, recipe, low_res):
     """Add the recipe flags that both scripts share. Returns a function that adds more flags."""
-    add = flag_adder(parser, title, {**SHARED, **recipe}, small)
+    add = flag_adder(parser, title, {**SHARED, **recipe}, low_res)
     fraction, positive = number(float, 0, 1), number(float, 0)
     add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
         "a tenth of the training images", type=number(int, 1), metavar="N")
@@ -1028,7 +1043,8 @@ def add_method_arguments(parser, cls):
     """Add a flag for each keyword-only argument of a method's constructor, typed by its annotation
     or default. Its help text is the argument's entry under `Args:`."""
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
-    add = flag_adder(parser, f"arguments of {cls.__name__}", method_arguments(cls), cls.small_model)
+    add = flag_adder(parser, f"arguments of {cls.__name__}", method_arguments(cls),
+                     cls.low_res_config)
     for name, default in method_arguments(cls).items():
         kind = cls.__init__.__annotations__.get(name, type(default))
         if kind is bool:
@@ -1080,12 +1096,12 @@ def main(argv=None):
         f"       torchrun --nproc_per_node 8 train.py --method {known.method} [--flag value ...]\n"
         f"       python train.py --eval FILE ... [--flag value ...]\n\n"
         f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}. Defaults are in parentheses.\n"
-        f'"Small images" are up to 64 pixels; with --size micro all images count as small.')
+        f"{LOW_RES_HELP}")
     add_options(parser, training, training)
     parser.set_defaults(eval_images=1000, eval_every=1)
     masks = ("random", "grid", "block")
     if training:
-        add_recipe(parser, "recipe", cls.recipe, cls.small)
+        add_recipe(parser, "recipe", cls.recipe, cls.low_res_recipe)
         add_method_arguments(parser, cls)
         option = parser.add_argument_group("pretraining").add_argument
         option("--init", metavar="FILE", help="checkpoint that initialises the encoder "

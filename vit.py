@@ -335,7 +335,7 @@ class ViT(nn.Module):
             x = block(x)                                               # (B, 1+K+G, D)
         return self.norm(x)                        # (B, 1+K+G, D) ViT eq. 4, for all tokens
 
-    def layers(self, tokens):
+    def feature_maps(self, tokens):
         """Return all feature maps for tokens (B,K,D), before the final norm: the first block's
         input and every block's output, a list of 1 + depth tensors (B,1+K+G,D)."""
         maps = [self.add_learned_tokens(tokens)]                       # [(B, 1+K+G, D)]

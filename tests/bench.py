@@ -93,8 +93,8 @@ class Case:
         given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
         sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
         own = {k: given.pop(k, getattr(args, k)) for k in OWN}
-        if max(img_size) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]:       # see apply_recipe
-            given = {**cls.small_model, **given}
+        if train.is_low_res({"img_size": img_size, **sizes}):
+            given = {**cls.low_res_config, **given}
         self.args = argparse.Namespace(**{
             "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
             "device": args.device.type, "same_draws": True, **own})

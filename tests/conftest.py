@@ -73,7 +73,7 @@ def pretrain(folder, tmp_path, monkeypatch):
 
     def run(*words, name="mae", own=DECODER):
         train.main(["--data", str(folder), "--name", name, *TINY, *own, *words])
-        return train.read(Path("runs", name, "last.pt"))
+        return train.read_checkpoint(Path("runs", name, "last.pt"))
     return run
 
 
@@ -88,7 +88,7 @@ def tune(folder, pretrain):
         row = finetune.main(["--data", str(folder), "--checkpoint", "runs/mae/last.pt", "--workers",
                              "0", *training, *words])
         path = Path("runs", name, "last.pt")
-        return train.read(path) if path.exists() else None, row
+        return train.read_checkpoint(path) if path.exists() else None, row
     return run
 
 

@@ -151,13 +151,13 @@ def replay_minr(fixture):
         ff_dim=config["ff_dim"], ff_sigma=config["ff_sigma"], out_bias=config["output_bias"])
     ours = {}                                              # {released name: our parameter(s)}
     for i, (W, bias) in enumerate(zip(model.weights, model.biases)):
-        own, factor = i in model.groups, f"shared_factor.linear_wb{i}"
+        own, factor = i in model.tokens_per_layer, f"shared_factor.linear_wb{i}"
         base = torch.zeros_like(state[f"hyponet.params_dict.linear_wb{i}"][:-1])
         ours[f"hyponet.params_dict.linear_wb{i}"] = (base if factor in state else W, bias)
         if factor in state:
             ours[factor] = (W,)
         if own:
-            for name, p in model.to_weights[str(i)].named_parameters():
+            for name, p in model.to_columns[str(i)].named_parameters():
                 ours[f"group_modulation_postfc.linear_wb{i}.{name}"] = (p,)
     with torch.no_grad():
         for name, (first, *bias) in ours.items():

@@ -351,7 +351,7 @@ def map_cases(crossmae):
     projection="project_maps is ignored.",
     early="projections get the wrong maps. map_proj[j] is for the map map_ids[j].")
 def crossmae_encode(self, images, ids_keep, slip=""):
-    maps, results = self.encoder.layers(self.encoder.embed(images, ids_keep)), []
+    maps, results = self.encoder.feature_maps(self.encoder.embed(images, ids_keep)), []
     if not hasattr(self, "wfm"):                           # feature_maps "last"
         return [self.encoder.norm(maps[-1]) for _ in self.decoder_blocks]
     W, ids = self.wfm["linear"].weight, self.map_ids
@@ -463,20 +463,20 @@ def modulate_cases(minr):
     repeat="predicted columns repeat as 0 0 1 1. They should repeat as 0 1 0 1.",
     tokens="a layer uses another layer's tokens.",
     factors="predicted columns replace shared ones. The two should be multiplied (item 3).",
-    skipped="the LayerNorm at the start of to_weights is left out.")
+    skipped="the LayerNorm at the start of to_columns is left out.")
 def modulate(self, tokens, slip=""):
     def unit(W):                                           # scale columns to norm 1
         vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
         return torch.stack(vectors, dim=0 if slip == "rows" else 1)
     layers, start = [], 0
     for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
-        if i not in self.groups:
+        if i not in self.tokens_per_layer:
             layers.append((shared if slip in ("norm", "shared") else unit(shared), bias))
             continue
-        g, (a, b), images = self.groups[i], shared.shape, []
-        to_weights = self.to_weights[str(i)][slip == "skipped":]
+        g, (a, b), images = self.tokens_per_layer[i], shared.shape, []
+        to_columns = self.to_columns[str(i)][slip == "skipped":]
         for mine in tokens[:, 0 if slip == "tokens" else start:][:, :g]:
-            own = torch.stack([to_weights(token) for token in mine], dim=1)  # (a, g)
+            own = torch.stack([to_columns(token) for token in mine], dim=1)  # (a, g)
             own = unit(own) if slip == "early" else own
             columns = []
             for j in range(b):

@@ -176,7 +176,7 @@ def build(name, size):
     given = {k: v for k, v in vars(parser.parse_known_args(flags)[0]).items() if v is not None}
     if "--teacher" in flags:
         given["teacher"] = SIZES[size]
-    return METHODS[method](32, 4, 3, **SIZES[size], **{**METHODS[method].small_model, **given})
+    return METHODS[method](32, 4, 3, **SIZES[size], **{**METHODS[method].low_res_config, **given})
 
 
 @functools.cache

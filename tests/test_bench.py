@@ -21,7 +21,7 @@ def test_a_row_for_every_method(capsys):
     rows = bench.main([*TINY, "--batch_size", "2", "--warmup", "0", "--steps", "2"])
     assert [row["method"] for row in rows] == [*METHODS]
     assert as_table(rows) in capsys.readouterr().out
-    minr = METHODS["minr"](32, 8, 3, 32, 1, 2, **METHODS["minr"].small_model)
+    minr = METHODS["minr"](32, 8, 3, 32, 1, 2, **METHODS["minr"].low_res_config)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
 

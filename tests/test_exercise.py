@@ -116,7 +116,7 @@ q, (k, v) = self.q(x), self.kv(y).split(self.q.out_features, dim=2)""" + ATTEND,
         ("self.kv(y)", "self.kv(y.detach())", "the gradient of its argument y"),
         *WRONG_ATTENTION]),
     "crossmae.CrossMAE.encode": ("""
-maps = self.encoder.layers(self.encoder.embed(images, ids_keep))
+maps = self.encoder.feature_maps(self.encoder.embed(images, ids_keep))
 if not hasattr(self, "wfm"):
     return [self.encoder.norm(maps[-1]) for block in self.decoder_blocks]
 W, results = self.map_weights(), []
@@ -164,8 +164,8 @@ return self.out_bias + z""", [
     "minr.MINR.modulate": ("""
 layers, columns = [], list(tokens.unbind(1))
 for i, (W, bias) in enumerate(zip(self.weights, self.biases)):
-    if i in self.groups:
-        own = [self.to_weights[str(i)](columns.pop(0)) for _ in range(self.groups[i])]
+    if i in self.tokens_per_layer:
+        own = [self.to_columns[str(i)](columns.pop(0)) for _ in range(self.tokens_per_layer[i])]
         own = torch.stack(own, dim=2)
         if self.hypernetwork == "ginr":
             W = torch.einsum("bag,gc->bac", own, W)

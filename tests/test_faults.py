@@ -87,7 +87,7 @@ def furnished(tmp_path_factory):
         for name, words in (("mae", []), ("imae", ["--method", "imae", "--teacher", "runs/mae"])):
             train.main([*BASE["train"], "--name", name, "--epochs", "1", *words])
         finetune.main([*BASE["tune"], "--name", "tuned"])
-        content = train.read("runs/mae")
+        content = train.read_checkpoint("runs/mae")
         torch.save({key: content[key] for key in ("method", "config", "model")}, "own.pt")
     return root
 
@@ -148,7 +148,7 @@ def test_broken_checkpoints(desk, refused, name):
     """All that read checkpoints refuse them by name, and run no code from them."""
     good, bad = Path("runs/mae/last.pt"), Path("runs/bad/last.pt")
     bad.parent.mkdir()
-    content = BROKEN[name](good.read_bytes(), train.read(good))
+    content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
     bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
     before = listing(desk)
     for kind, words in (("train", "--name bad --resume"), ("train", "--init runs/bad"),
@@ -219,7 +219,7 @@ def alike(name, other="straight"):
                       for n in (name, other)), strict=True):
         assert a.keys() == b.keys()
         assert all(a[k] == b[k] for k in a if k != "img_s" and k != "wait" and not k.endswith("_s"))
-    a, b = (train.read(f"runs/{n}/last.pt") for n in (name, other))
+    a, b = (train.read_checkpoint(f"runs/{n}/last.pt") for n in (name, other))
     assert a["epoch"] == b["epoch"] and same(a["model"], b["model"])
     a, b = (content["optimizer"]["state"] for content in (a, b))
     assert a.keys() == b.keys() and all(same(a[i], b[i]) for i in a)
@@ -265,7 +265,7 @@ def test_kills(words):
     for owner, name, call, epoch in POINTS:
         process = fork(killed, owner, name, call, *words("killed", 5), *more)
         assert ended(process)[0] == -signal.SIGKILL
-        assert (train.read("runs/killed")["epoch"] if epoch else 0) == epoch
+        assert (train.read_checkpoint("runs/killed")["epoch"] if epoch else 0) == epoch
     assert ended(fork(script, "train.py", *words("killed", 5), *more))[0] == 0
     alike("killed")
 
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, va
     monkeypatch.setattr(train.MAE, "forward", losing)
     with pytest.raises(SystemExit, match="not finite at epoch 3, step .*, lr .*: use --clip"):
         train.main([*words("lost", 4), "--batch_size", "1", "--lr", "0.00123", "--amp", amp])
-    assert len(calls) <= 20 and train.read("runs/lost")["epoch"] == 2
+    assert len(calls) <= 20 and train.read_checkpoint("runs/lost")["epoch"] == 2
 
 
 def breaking(monkeypatch, call, change):
@@ -362,7 +362,7 @@ def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
                                                        "step 5, lr"):
         breaking(patch, 10, lambda weights, metrics: weights.fill_(math.nan))
         train.main(words("lost", 4))
-    assert train.read("runs/lost")["epoch"] == 1
+    assert train.read_checkpoint("runs/lost")["epoch"] == 1
     train.main(words("lost", 4))
     train.main(words("straight", 4))
     alike("lost")
@@ -377,7 +377,7 @@ def test_a_scale_that_is_too_large(words, monkeypatch):
                         lambda *inputs, **more: scaler(*inputs, init_scale=2.0 ** 22, **more))
     breaking(monkeypatch, 5, lambda weights, metrics: metrics.update(loss=torch.tensor(math.inf)))
     row = train.main([*words("large", 3), "--amp", "fp16"])
-    content = train.read("runs/large")
+    content = train.read_checkpoint("runs/large")
     assert row["epoch"] == 3 and math.isfinite(row["loss"]) and content["scaler"]["scale"] < 2 ** 22
     assert content["history"][1]["loss"] == math.inf
     updates = {int(state["step"]) for state in content["optimizer"]["state"].values()}

@@ -57,18 +57,18 @@ def test_extra_tokens_travel(pretrain, folder, capsys):
     for path, mode in (("runs/minr", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):
         finetune.main(["--checkpoint", path, "--mode", mode, *words, "--heads", "2", "--epochs",
                        "0", "--name", "tuned", "--overwrite"])
-        tuned = train.read("runs/tuned")
+        tuned = train.read_checkpoint("runs/tuned")
         assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
         kept = torch.equal(tuned["model"]["encoder.extra_tokens"], tokens)
         assert kept == (mode != "scratch")
     assert finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned", *words[-2:]])
     capsys.readouterr()
     pretrain("--init", "runs/minr/last.pt")
-    assert "not loaded: biases, encoder.extra_tokens, to_weights" in capsys.readouterr().out
+    assert "not loaded: biases, encoder.extra_tokens, to_columns" in capsys.readouterr().out
     pretrain(*own, "--init", "runs/mae/last.pt", name="b", own=[])
     assert "newly initialised: biases, encoder.extra_tokens, " in capsys.readouterr().out
     pretrain(*own, "--init", "runs/minr/last.pt", "--epochs", "0", name="c", own=[])
-    assert same(train.read("runs/c/last.pt")["model"], state)
+    assert same(train.read_checkpoint("runs/c/last.pt")["model"], state)
 
 
 def test_what_pooling_is_possible():
@@ -150,14 +150,14 @@ def test_finetuning_and_probing_learn(tune, folder):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
     assert row["top1"] == row["top5"] == 100
     assert content["history"][0].keys() >= {"top1", "top5", "loss", "lr", "img_s", "eval_s"}
-    with pytest.raises(train.InputError, match="which is none of mae, .*: use load\\(path, "):
-        train.load("runs/tuned/last.pt")
-    model = train.load("runs/tuned/last.pt", {"classifier": Classifier})
+    with pytest.raises(train.InputError, match="which is none of mae, .*: use load_model\\(path, "):
+        train.load_model("runs/tuned/last.pt")
+    model = train.load_model("runs/tuned/last.pt", {"classifier": Classifier})
     assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), None, settings())[1]
     assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
     content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
-    before = train.read("runs/mae/last.pt")["model"]       # which does not change
+    before = train.read_checkpoint("runs/mae/last.pt")["model"]       # which does not change
     encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
     assert row["top1"] > 90 and "encoder.norm.weight" in encoder
     assert same(encoder, {name: before[name] for name in encoder})
@@ -181,7 +181,7 @@ def test_starts(folder, tune):
     from scratch it starts with neither."""
     finetune.main(["--mode", "scratch", "--data", str(folder), *TINY, "--epochs", "0"])
     finetune.main("--checkpoint runs/mae --img_size 24,32 --epochs 0 --batch_size 8".split())
-    mae, tuned, scratch = (train.read(f"runs/{name}") for name in (
+    mae, tuned, scratch = (train.read_checkpoint(f"runs/{name}") for name in (
         "mae", "mae_finetune", f"scratch_{folder.name}"))
     tokens = [run["model"]["encoder.cls_token"] for run in (mae, tuned, scratch)]
     assert torch.equal(*tokens[:2]) and not torch.equal(*tokens[1:])
@@ -376,7 +376,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
     refused(finetune.main, words, "cannot tell the number of heads from x.pth: pass --heads")
     words += ["--heads", "4"]
     finetune.main([*words, "--name", "a"])
-    content, said = train.read("runs/a"), capsys.readouterr().out
+    content, said = train.read_checkpoint("runs/a"), capsys.readouterr().out
     encoder = {k: v for k, v in from_released(mae["state_dict"]).items()
                if k.startswith("encoder.") and "encoder.norm" not in k}
     assert same({k: content["model"][k] for k in encoder}, encoder)
@@ -397,7 +397,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
     refused(finetune.main, "--mode eval --checkpoint x.pth --heads 4".split(),
             "x.pth does not say which data it was trained on: pass --data")
     finetune.main([*words, "--name", "b"])                 # keeps a head of this size
-    assert same(train.read("runs/b")["model"], from_released(tuned))
+    assert same(train.read_checkpoint("runs/b")["model"], from_released(tuned))
 
 
 @pytest.mark.parametrize("mode, words", [
@@ -440,8 +440,8 @@ def test_two_processes(tune, folder):
     row, said = tune(*neighbours)[1], together("finetune.py", *common, *neighbours, work=alike)
     assert f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}" in said
     together("finetune.py", *words, "--optimizer", "sgd")
-    two, (one, row) = train.read("runs/two"), tune("--optimizer", "sgd")
+    two, (one, row) = train.read_checkpoint("runs/two"), tune("--optimizer", "sgd")
     assert same(one["model"], two["model"], atol=1e-6) and one["flags"]["lr"] > 1e-3
     assert two["history"][-1]["top1"] == pytest.approx(row["top1"], abs=1e-3)
     together("finetune.py", *words, "--mode", "linear", "--overwrite", work=alike)
-    assert train.read("runs/two")["config"]["probe"]
+    assert train.read_checkpoint("runs/two")["config"]["probe"]

@@ -48,7 +48,7 @@ def test_shared_blocks():
         images, noise = images_and_noise()
         assert (len(model.encoder.blocks), len(model.feat2w_blocks)) == (4, 2 - shared)
         ids_keep = model.encoder.mask(images, noise, 0.75)[0]
-        x = model.encoder.layers(model.encoder.embed(images, ids_keep))[4 - shared]
+        x = model.encoder.feature_maps(model.encoder.embed(images, ids_keep))[4 - shared]
         x = torch.cat([x, model.weight_tokens.expand(3, -1, -1)], dim=1)
         for block in [*model.encoder.blocks[4 - shared:], *model.feat2w_blocks]:
             x = block(x)

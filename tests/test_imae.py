@@ -274,10 +274,10 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
     With --init an MAE also initialises the branches."""
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
     mae = pretrain(*micro)
-    torch.save({"model": to_released(train.load("runs/mae/last.pt"))}, tmp_path / "mae.pth")
+    torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
     for file in ("runs/mae/last.pt", "mae.pth"):
         pretrain("--method", "imae", "--teacher", file, "--overwrite", name="student")
-        model = train.load("runs/student/last.pt")
+        model = train.load_model("runs/student/last.pt")
         assert f"teacher {file}\n" in capsys.readouterr().out and model.distill_weight == 1.0
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
@@ -300,4 +300,4 @@ def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch
     assert "note    teacher runs/mae/last.pt is kept" in capsys.readouterr().out
     assert same(whole["model"], part["model"]) and len(part["history"]) == 3
     together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--name", "two")
-    assert same(whole["model"], train.read("runs/two/last.pt")["model"], atol=1e-6)
+    assert same(whole["model"], train.read_checkpoint("runs/two/last.pt")["model"], atol=1e-6)

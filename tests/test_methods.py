@@ -60,7 +60,7 @@ LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images
 for name, cls in METHODS.items():
     if name not in OPTIONS:                                # your own: sizes like its template's
         own = method_arguments(cls)
-        BASE[name] = cls.small_model
+        BASE[name] = cls.low_res_config
         for other in OPTIONS:
             if method_arguments(METHODS[other]).keys() <= own.keys():
                 BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
@@ -355,7 +355,7 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     the nearest neighbour is computed by hand."""
     content = pretrain("--method", name, "--img_size", "16,24", name=name, own=flags(BASE[name]))
     assert all(math.isfinite(v) for v in content["history"][1].values())
-    model = train.load(f"runs/{name}/last.pt")
+    model = train.load_model(f"runs/{name}/last.pt")
     assert isinstance(model, METHODS[name]) and not model.training
     assert same(model.state_dict(), content["model"])
 
@@ -415,17 +415,17 @@ def test_the_seed_is_the_run(name, pretrain):
 def test_initial_weights(name, tokens):
     """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Linear
     layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
-    mixing weights (test_crossmae.py) and MINR's to_weights, which have PyTorch's default."""
+    mixing weights (test_crossmae.py) and MINR's to_columns, which have PyTorch's default."""
     decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
     model = build(name, dim=512, depth=1, **decoder)
-    others = "to_weights", "wfm", "encoder.patch_embed"
+    others = "to_columns", "wfm", "encoder.patch_embed"
     for token, std in {"encoder.cls_token": 0.02, **tokens}.items():
         values = model.get_parameter(token).detach()
         assert values.std() == pytest.approx(std, rel=0.3 if token == "T" else 0.1), token
         assert values.mean().abs() < 0.5 * std, token
     for part, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
-            assert module.eps == (1e-5 if part.startswith("to_weights") else 1e-6), part
+            assert module.eps == (1e-5 if part.startswith("to_columns") else 1e-6), part
         elif isinstance(module, nn.Linear) and not part.startswith(others):
             limit = math.sqrt(6 / sum(module.weight.shape))
             assert 0.9 * limit < module.weight.abs().max() <= limit, part
@@ -465,13 +465,13 @@ def test_all_blocks_are_checkpointed(spy):
 
 
 @methods
-def test_small(name):
-    """`small` has training's values and `small_model` the model's; one line builds it."""
+def test_low_res(name):
+    """`low_res_recipe` has training's values, `low_res_config` the model's; one line builds it."""
     cls = METHODS[name]
-    model = cls(32, 4, 3, dim=64, depth=4, heads=2, **cls.small_model)
+    model = cls(32, 4, 3, dim=64, depth=4, heads=2, **cls.low_res_config)
     loss, _ = model(torch.rand(2, 3, 32, 32))
-    assert loss.isfinite() and cls.small_model.keys() <= method_arguments(cls).keys()
-    assert cls.small.keys() <= {*cls.recipe, *train.SHARED}
+    assert loss.isfinite() and cls.low_res_config.keys() <= method_arguments(cls).keys()
+    assert cls.low_res_recipe.keys() <= {*cls.recipe, *train.SHARED}
 
 
 MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release

@@ -97,9 +97,11 @@ def test_defaults(kind, groups, sigma):
     """A 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of width 256; and the
     release's values for each hypernetwork."""
     model = MINR(hypernetwork=kind)
-    assert model.groups == ({1: 256} if kind == "ginr" else {**dict.fromkeys(range(4), 64), 4: 3})
-    assert model.ff_sigma == sigma and model.groups[1] == groups
-    assert MINR(16, 4, 3, 16, 1, 1, hypernetwork=kind, groups=8, ff_sigma=2.0).groups[1] == 8
+    tokens = {1: 256} if kind == "ginr" else {**dict.fromkeys(range(4), 64), 4: 3}
+    assert model.tokens_per_layer == tokens
+    assert model.ff_sigma == sigma and model.tokens_per_layer[1] == groups
+    own = MINR(16, 4, 3, 16, 1, 1, hypernetwork=kind, groups=8, ff_sigma=2.0)
+    assert own.tokens_per_layer[1] == 8
     assert model.encoder.grid == (14, 14) and model.encoder.img_size == (182, 182)
     assert len(model.encoder.blocks) == 6 and model.encoder.dim == 768
     assert [tuple(W.shape) for W in model.weights] == [(256, 256)] * 4 + [(256, 3)]

@@ -30,7 +30,7 @@ def test_python(pretrain, folder, monkeypatch):
     exec(LOOP, names)
     exec(MODELS, names)
     words = ["--data", str(folder), "--epochs", "0"]
-    assert train.read("own.pt")["flags"] == {"data": "cifar10"}        # so no command needs --data
+    assert train.read_checkpoint("own.pt")["flags"] == {"data": "cifar10"}  # used by default
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
     init = pretrain("--init", "own.pt", "--epochs", "0", "--dim", "64", "--depth", "4", name="own")
@@ -52,7 +52,7 @@ def test_forks(pretrain, monkeypatch):
     exec(SIMMIM, names)
 
     class SimMIM(train.MAE):
-        small, small_model, forward = {}, {}, names["forward"]
+        low_res_recipe, low_res_config, forward = {}, {}, names["forward"]
 
         def __init__(self, *, mask_ratio=0.5, **sizes):
             super().__init__(**sizes, mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2)
@@ -66,7 +66,7 @@ def test_forks(pretrain, monkeypatch):
     assert train.method_arguments(cls) == train.method_arguments(train.MAE)
     model, images = cls(16, 4, dim=16, depth=2, heads=2), torch.randn(2, 3, 16, 16)
     ids = torch.tensor([[3, 1], [0, 2]])                               # (B, K)
-    maps = model.encoder.layers(model.encoder.embed(images, ids))
+    maps = model.encoder.feature_maps(model.encoder.embed(images, ids))
     mix = sum(w * f for w, f in zip(model.map_weights, maps))
     assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_timm(tmp_path, monkeypatch):
     exec(TIMM, names)
     x, model, other = torch.randn(2, 3, 224, 224), names["model"], names["vit"]
     assert (other.forward_features(x) - model.encoder(x)).abs().max() < 1e-5
-    assert train.read("mae_vit_base.pth")["config"]["depth"] == 12
+    assert train.read_checkpoint("mae_vit_base.pth")["config"]["depth"] == 12
 
 
 def test_commands_and_links(monkeypatch):
@@ -149,10 +149,10 @@ def test_the_papers_tables_as_flags(monkeypatch):
         monkeypatch.setattr(script, "open_data", open_data)
         monkeypatch.setattr(script, "fit", fit)
     monkeypatch.setattr(train, "compare", lambda args: built.append(built[-1]))
-    monkeypatch.setattr(train, "read", lambda *_: {"config": {}})
+    monkeypatch.setattr(train, "read_checkpoint", lambda *_: {"config": {}})
     monkeypatch.setattr(train, "teacher_of", lambda *_: (vit.SIZES["tiny"], None))
     monkeypatch.setattr(torch.nn.ModuleDict, "load_state_dict", lambda *_: None)     # the teacher's
-    monkeypatch.setattr(finetune, "read", lambda *_: built[-1])
+    monkeypatch.setattr(finetune, "read_checkpoint", lambda *_: built[-1])
     monkeypatch.setattr(finetune, "initialize", lambda *_: [])
 
     text = (ROOT / "tests/FLAGS.md").read_text(encoding="utf-8").replace("\n", " ")

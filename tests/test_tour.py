@@ -72,7 +72,7 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "CrossMAE.decode": dict(P="ids.shape[1]"),
     "decoder_attention": dict(heads="mae.decoder_blocks[0].attn.heads"),
     "HyperMAE.decode": dict(P="coords.shape[1]"),
-    "MINR.modulate": dict(a="74 if i else 68", b="len(bias)", g="self.groups[i]"),  # as in RENDER
+    "MINR.modulate": dict(a="74 if i else 68", b="len(bias)", g="counts[i]"),  # as in RENDER
     "MINR.decode": dict(N="coords.shape[-2]", a_0="2 * self.ff_dim", b_i="len(bias)"),
     "MINR.forward": dict(N="len(coords)"),
     "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
@@ -293,7 +293,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
     assert len(page) < 1.5e6 and "<script" not in page
     cls, functions, calls = train.METHODS.get(name), [train.train_epoch, train.train_step], []
     if cls:
-        model, images = cls(**TINY, **cls.small_model), torch.rand(1, 3, 32, 48)
+        model, images = cls(**TINY, **cls.low_res_config), torch.rand(1, 3, 32, 48)
         functions = [cls.forward, cls.encode, cls.decode]
         with torch.no_grad():
             calls = [*flatten(trace(lambda: model.eval()(images), FILES))]
@@ -335,7 +335,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
 def test_pictures():
     """Attention is the mean over heads and queries, at the patches' places; patches are at theirs,
     and the rest is grey."""
-    model, images = MAE(**TINY, **MAE.small_model), torch.rand(1, 3, 32, 48)
+    model, images = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48)
     ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
     names, q, k = dict(ids_keep=ids_keep, ids_mask=ids_mask), *torch.randn(2, 1, 4, 97, 20)
     weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3).mean((0, 1, 2))[1:]
@@ -365,7 +365,7 @@ def test_comments_and_what_a_line_made():
            for i, shape in enumerate([(2, 3), (2, 3), (2, 4)])]
     for steps, last in ((ran[:2], [0, 1]), (ran, [1, 2])):
         assert [x[0, 0] for _, x in tour.made_by(steps)] == last
-    model, images = MINR(**TINY, **MINR.small_model).eval(), torch.rand(1, 3, 32, 48)
+    model, images = MINR(**TINY, **MINR.low_res_config).eval(), torch.rand(1, 3, 32, 48)
     with torch.no_grad():
         call, = trace(lambda: model(images), FILES)
     layers, = [step for step in call.steps if step.statement.targets == ["layers"]]

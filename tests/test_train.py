@@ -269,7 +269,7 @@ def test_cifar_is_downloaded_once_on_each_disk(tmp_path, monkeypatch, shared):
     monkeypatch.chdir(tmp_path)
     together(shared, "train.py", "--data", "cifar10", *TINY, *DECODER, "--epochs", "0", processes=4,
              work=on_nodes)
-    assert train.read(next(Path().rglob("last.pt")))["config"]["img_size"] == (32, 32)
+    assert train.read_checkpoint(next(Path().rglob("last.pt")))["config"]["img_size"] == (32, 32)
     assert [str(path) for path in sorted(Path().rglob("data"))] == (
         ["data"] if shared else ["node0/data", "node1/data"])
 
@@ -281,7 +281,7 @@ def test_cifar(tmp_path, monkeypatch):
     assert images.is_contiguous()
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
     train.main(["--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32", "--name", "larger"])
-    assert train.read("runs/larger")["config"]["img_size"] == (48, 32)
+    assert train.read_checkpoint("runs/larger")["config"]["img_size"] == (48, 32)
     some, again = (train.open_data("cifar10", None, settings(train_images=9))[0].images
                    for _ in range(2))
     assert len(some) == 9 and torch.equal(some, again)
@@ -463,7 +463,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     start = pretrain(*words, "0", name="start")["model"]
     words += ["1", "--batch_size", "40", "--weight_decay"]
     plain, decayed = (pretrain(*words, x, name=x)["model"] for x in ("0", "0.5"))
-    trained = {name for name, p in train.load("runs/start/last.pt").named_parameters()
+    trained = {name for name, p in train.load_model("runs/start/last.pt").named_parameters()
                if p.requires_grad}
     for name, p in start.items():
         factor = 0.05 if name in trained and p.ndim > 1 else 0
@@ -527,7 +527,7 @@ def test_a_short_run(dry):
     (finetune.main, "--mode scratch"), (finetune.main, "--mode linear")])
 def test_help(main, words, dry, capsys):
     """Each flag has a text and the value that a run without it has: for large images and, if that
-    differs, for small ones."""
+    differs, for low-resolution ones."""
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), "--help"])
     _, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
@@ -535,12 +535,12 @@ def test_help(main, words, dry, capsys):
     assert len(shown) > 30 and all(len(text.split()) > 3 for text in shown.values())
     if "linear" in words:                                  # it needs a checkpoint
         return
-    large, small = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
+    large, low_res = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
     cls = train.METHODS.get(words.split()[1], finetune.Classifier)
     for name in {**getattr(cls, "recipe", finetune.FINETUNE), **train.method_arguments(cls)}:
         if name in large and large[name] is not None and name != "lr":
-            values = [str(x[name]).strip("()").replace(" ", "") for x in (large, small)]
-            assert f"({'; small images: '.join(dict.fromkeys(values))})" in shown[name]
+            values = [str(x[name]).strip("()").replace(" ", "") for x in (large, low_res)]
+            assert f"({'; low_res: '.join(dict.fromkeys(values))})" in shown[name]
 
 
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
@@ -624,7 +624,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
     one = pretrain(*words, name="one", own=[])
     said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
                     processes=processes, work=eager)
-    two = train.read("runs/two")
+    two = train.read_checkpoint("runs/two")
     assert same(one["model"], two["model"], atol=1e-6)
     assert said.count("epoch 2:") == 1                     # one process speaks
     assert "Warning" not in Path("err").read_text()
@@ -679,13 +679,13 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
     assert same(content["model"], again["model"])
     train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
                 "--epochs", "0"])                          # its sizes are taken over: not 16 pixels
-    sizes = train.read("runs/sizes/last.pt")["config"]
+    sizes = train.read_checkpoint("runs/sizes/last.pt")["config"]
     assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
 
 
 def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
     """With optimizer state they would be several GB for each process."""
-    refs, left, read = [], [], train.read
+    refs, left, read = [], [], train.read_checkpoint
 
     def spy(*inputs):
         content = read(*inputs)
@@ -695,7 +695,7 @@ def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
     def step(*_):
         left.append(sum(ref() is not None for ref in refs))
         raise KeyboardInterrupt
-    monkeypatch.setattr(finetune, "read", spy)
+    monkeypatch.setattr(finetune, "read_checkpoint", spy)
     monkeypatch.setattr(train, "train_step", step)
     with pytest.raises(KeyboardInterrupt):
         tune()
@@ -714,14 +714,14 @@ def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
     content, cls = pretrain(*words, name="old", own=[]), train.METHODS[method]
     Path("runs/own").mkdir()
     torch.save({name: content[name] for name in ("method", "config", "model")}, "runs/own/last.pt")
-    assert same(train.load("runs/own").state_dict(), content["model"])
+    assert same(train.load_model("runs/own").state_dict(), content["model"])
     evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
                              "--eval", "runs/own"])
     assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
     started = pretrain(*words, "--init", "runs/own", name="started", own=[])
     finetune.main(["--data", str(folder), "--checkpoint", "runs/own", "--name", "tuned",
                    "--batch_size", "8", "--epochs", "0", "--workers", "0"])
-    tuned = train.read("runs/tuned")
+    tuned = train.read_checkpoint("runs/tuned")
     assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
     for name, value in content["model"].items():
         assert torch.equal(started["model"][name], value), name
@@ -747,7 +747,7 @@ def test_a_method_of_your_own(pretrain, monkeypatch):
         """
         own_flag: a number that does nothing
         """
-        small, small_model = dict(lr=2e-3), {}
+        low_res_recipe, low_res_config = dict(lr=2e-3), {}
 
         def __init__(self, *, mask_ratio=0.75, own_flag=1, **sizes):
             super().__init__(mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2, **sizes)
@@ -801,7 +801,7 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     images, noise = (torch.cat(parts) for parts in zip(*seen))         # of batches of 8
     truth = train.open_data(str(folder), (16, 24), settings())[1].images / 255
     found = [(x - truth).abs().amax((1, 2, 3)).argmin().item()
-             for x in denormalize(images, train.load("runs/all"))]
+             for x in denormalize(images, train.load_model("runs/all"))]
     assert sorted(found) == [*range(11)]                   # each validation image once
     assert len(noise.unique(dim=0)) == 11
     seen.clear()
@@ -811,7 +811,7 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     for x, n in zip(few, noise_of_few):
         assert torch.equal(n, noise[(images == x).all((1, 2, 3))].squeeze(0))
     for name, images, noise in (("all", images, noise), ("few", few, noise_of_few)):
-        model, (row,) = train.load(f"runs/{name}"), log(name)
+        model, (row,) = train.load_model(f"runs/{name}"), log(name)
         with torch.no_grad():
             decoded, mask = model.reconstruct(images, noise)
         copied = model.encoder.copy_visible(decoded, images, mask)

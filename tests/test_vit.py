@@ -113,7 +113,7 @@ def test_features():
     """The last block's output after the norm, if there is one; the same in training."""
     images = torch.randn(2, 5, 8, 12)
     for model in (vit().train(), vit(norm=False).train()):
-        maps = model.layers(model.embed(images))
+        maps = model.feature_maps(model.embed(images))
         assert len(maps) == 3 and maps[0].shape == (2, 13, 16)
         assert torch.equal(model(images), model.norm(maps[-1]))
     assert not [name for name in model.state_dict() if name.startswith("norm")]

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 import torchvision
 
 import train
-from train import LAYOUT, METHODS, center_crop, draw_shapes, load, read_image
+from train import LAYOUT, METHODS, center_crop, draw_shapes, load_model, read_image
 from vit import InputError, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -478,7 +478,7 @@ def strip_of(model, image, noise):
 def offer(method):
     """Suggest the newest run of a method, if any, in place of an untrained model."""
     for path in sorted(Path("runs").glob("*/last.pt"), key=lambda p: -p.stat().st_mtime):
-        if train.read(path)["method"] == method:
+        if train.read_checkpoint(path)["method"] == method:
             print(f"note    this model is untrained; for a trained one add --checkpoint {path}")
             return
 
@@ -487,7 +487,7 @@ def tour_method(args):
     """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
-    model = load(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.small_model)
+    model = load_model(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.low_res_config)
     require(type(model) is cls, f"{args.checkpoint} is not of method {args.method}")
     if not args.checkpoint:
         offer(args.method)
@@ -510,10 +510,10 @@ def tour_method(args):
         strip = strip_of(model, *inputs[:2])
     text = sys.modules[cls.__module__].__doc__ or cls.__name__
     sizes = {"B": 1, **letters(model)}
-    if hasattr(model, "to_weights"):                       # MINR: numbers for each layer
+    if hasattr(model, "to_columns"):                       # MINR: numbers for each layer
         outputs = [len(bias) for bias in model.biases]
         sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs,
-                     g_i=[model.groups.get(i, 0) for i in range(len(outputs))])
+                     g_i=[model.tokens_per_layer.get(i, 0) for i in range(len(outputs))])
     known = {k: n for k, n in sizes.items()                # explained, as in "L patches"
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
