@@ -71,8 +71,8 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper: ViT-B/16 (Sec. 4.2, A.6) with normalised targets, which
-    only Figure 5's caption mentions.
+    features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 75% and 12 decoder blocks
+    (Sec. 4.1, 4.2, A.6), and normalised targets, which only Figure 5's caption mentions.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -161,7 +161,7 @@ class CrossMAE(nn.Module):
         """Encode the visible patches ids_keep (B,K) of images. Returns a list that has, for each
         decoder block, the tokens (B,1+K,D) to attend to. With inter-block attention (Sec. 3.4,
         A.3), each decoder block gets its own mix of the feature maps map_ids, with its own norm
-        (dec_norms). Without it, every decoder block attends to the encoder's output."""
+        (item 5). Without it, every decoder block attends to the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -269,8 +269,9 @@ def decoder_attention(mae, images):
     token) and to one mask token. This attention is averaged over attending tokens, attended tokens
     and images, and summed over heads. A row also has the share that goes to all visible tokens.
 
-    A.1 averages over heads, but Table 6 must show sums over the 16 heads: a block's total, 50 x
-    0.196 + 147 x 0.042, is about 16. Table 6 counts blocks from 1, this function from 0."""
+    A.1 averages over blocks and heads, but Table 6 must sum over heads: 50 visible and 147 masked
+    tokens get about 16 in each block. Its last row also sums over blocks. It counts them from 1,
+    this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
     attended = 0                                           # mean over images, summed part by part
@@ -309,23 +310,22 @@ def decoder_attention(mae, images):
 #      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). With `--mask
 #      block`, the rectangles masked first are always predicted; with a bool mask, the masked
 #      patches that come last in raster order.
-#   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are the
-#      keys and values. Sec. 4.4 swaps these roles and counts only visible patches; the caption of
-#      Figure 4 says "keys and queries" instead of keys and values.
-#   5. With mixing, the encoder has no final norm; each mix has its own. For "last" (one map in
+#   4. Mask tokens are the queries; encoder tokens, with the class token as in the release, are keys
+#      and values. Sec. 4.4 swaps the roles, without class token; Figure 4a says keys and queries.
+#   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
+#      norm. A.3's norms before mixing, found no better, are not implemented. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has one
-#      projection (Table 9), which all decoder blocks share. Additional norms before mixing, which
-#      A.3 finds no better, are not implemented.
-#   8. Table 3d does not say which 3 and 6 maps it uses; 3,7,11 and 1,3,5,7,9,11 would be evenly
-#      spaced. Its counts exclude the input.
+#      projection (Table 9), which all decoder blocks share.
+#   8. Table 3d does not count the input, or list maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
 #      decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` decodes all
 #      masked patches together, so more queries attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
-#  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. The learning
-#      rate scaling is in Sec. 3.3; A.6 says 3.4. The last two rows of Table 5 differ in inter-block
-#      attention, but repeat the accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.
+#  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. It says Table 2
+#      for Table 3, and Sec. 3.4 for the learning rate scaling of Sec. 3.3. B.2's ratios are of all
+#      patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in inter-
+#      block attention, but repeat accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.

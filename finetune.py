@@ -4,9 +4,9 @@ Fine-tune it, fit a linear probe, classify by nearest neighbours, compare with t
 scratch, or evaluate a fine-tuned checkpoint, your own or a released one. `finetune` opens the data,
 builds a Classifier and hands both to train.fit; train.py handles data, checkpoints and the loop.
 
-The recipes are from He et al., Masked Autoencoders Are Scalable Vision Learners (CVPR 2022), Tables
-9 and 10, as in CrossMAE Table 11 and HyperMAE Table 13, with additions from the released code. The
-end of this file lists the differences. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
+The recipes are MAE's (He et al., CVPR 2022), with additions from the released code: Table 9 for
+fine-tuning, as in CrossMAE Table 11 and HyperMAE Table 13, and Table 10 for the probe. The end of
+this file lists the differences. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def augmentation(train, model, img_size, args):
     def make_inputs(images, labels):
         crops = images if train.transform else crop_batch(images, img_size, args)
         images = normalize(crops, model)
-        if args.mix_ratio:                                 # i-MAE Table 4
+        if args.mix_ratio:                                 # i-MAE Table 4, item 8
             labels = F.one_hot(labels, len(train.classes)).float()
             return [torch.lerp(x.roll(1, 0), x, args.mix_ratio) for x in (images, labels)]
         return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
@@ -166,9 +166,9 @@ class Classifier(nn.Module):
         pool: the features. "mean": mean of the patch tokens. "token": the class token. "extra":
             mean of the extra tokens. "joined": all extra tokens as one vector, or all patch tokens
             if there are none
-        probe: train only a linear layer, after a BatchNorm without affine parameters (MAE, A.1)
-        norm: whether the encoder of a probe has a final norm (--norm); fine-tuning on pooled tokens
-            uses fc_norm instead (CrossMAE A.6)
+        probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
+        norm: whether the encoder of a probe has a final norm (--norm). Fine-tuning on pooled tokens
+            removes it (CrossMAE A.6); instead, fc_norm follows the pooling (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
     """
@@ -232,7 +232,7 @@ MOST_FEATURES = 5000
 
 def default_pool(extra_tokens, dim):
     """Return the default --pool for an encoder of width dim. For MINR it selects the weight tokens,
-    because MINR's loss trains their outputs, but not the outputs of patch tokens (item 5)."""
+    because MINR's loss trains their outputs, but not the last block's outputs of patch tokens."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
@@ -251,7 +251,7 @@ LOW_RES = dict(  # our own settings: see train.is_low_res
 RECIPES = {  # for each mode: recipe, settings for low-resolution images
     "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
     "knn": (FINETUNE, LOW_RES), "eval": (FINETUNE, LOW_RES),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # no layer is pretrained
+    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # item 9
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -378,16 +378,17 @@ def main(argv=None):
 # Paper and release: where they differ, or torchvision differs from both, and what we do
 #   1. The papers' RandAugment (9, 0.5) draws magnitudes around 9 on a scale of 10; torchvision uses
 #      a fixed magnitude on a scale of 30, where 27 is equivalent.
-#   2. Random erasing (released code only) fills rectangles with noise in the release, but with the
-#      mean colour here.
+#   2. Random erasing (released code only) fills in noise in the release, the mean colour here.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
-#   4. Mean pooling leaves out the class token, as in the release. HyperMAE's text pools all tokens.
-#   5. Probe and nearest neighbours also use mean pooling, so that all methods are comparable; the
-#      released probe uses the class token (--pool token). For MINR, weight tokens are pooled, not
-#      patch tokens: in the last block, MINR's loss trains only the outputs of the weight tokens.
-#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none); MAE's released
-#      command for ViT-B has 0.65.
+#   4. MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens. As in MAE's release,
+#      fine-tuning uses the mean of the patch tokens.
+#   5. So do probe and nearest neighbours, so that all methods are comparable; the released probe
+#      uses the class token (--pool token). For MINR see default_pool.
+#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none). For ViT-B, the
+#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4`.
 #   7. For ViT-B, MAE and CrossMAE have 100 epochs; for ViT-L, both have 50. HyperMAE has 50.
+#   8. That i-MAE Table 4's "image mix ratio" weighs each image, and also its label, is our reading.
+#   9. `--mode scratch` keeps Table 9, but decays no layer; MAE's own recipe is Table 11 (A.2).
 
 if __name__ == "__main__":
     main()

@@ -127,7 +127,7 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """Map coordinates, (B,P,2) or the same (P,2) for all images, to pixels (B,P,p*p*C) with the
-        PaCo-MLP (Sec. 2.2, Algorithm 1). M (B,h,h) is a layer without a bias (item 7). A ReLU
+        PaCo-MLP (Sec. 2.2, Algorithm 1). M (B,h,h), an argument (item 7), has no bias. A ReLU
         follows every layer except the last. Without relu_around_m, the ReLUs right before and
         after M are left out (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5

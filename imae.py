@@ -37,11 +37,11 @@ class IMAE(nn.Module):
         decoder_dim: width of the decoder (as in MAE)
         decoder_depth: number of decoder blocks (as in MAE)
         decoder_heads: attention heads of the decoder (as in MAE)
-        branches: 2 branches, or 1 for only the subordinate image (Sections 2 and 3)
+        branches: 2 branches (Section 3), or 1 for only the subordinate image (Section 2)
         beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
         alpha: fixed weight of the first image (default: drawn from Beta(beta, beta))
         distill_weight: weight of the distillation loss, Algorithm 1's c (default: 1 with a teacher,
-            0 without)
+            as in the release; 0 without)
     """
 
     recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
@@ -362,9 +362,8 @@ def teacher_of(checkpoint, config):
 
 
 # Paper and release: where they differ, and what we do
-#   1. In Algorithm 1, nothing is masked, and the teacher sees the unmixed images. In the release,
-#      for both latents, it sees the mixture, at the same visible patches as the student. Here it
-#      sees the unmixed images, at the same visible patches as the student.
+#   1. Algorithm 1 never masks an encoder's input. The release's teacher sees the student's visible
+#      patches of the mixture, for both latents; ours, of the unmixed images as in Algorithm 1.
 #   2. In Algorithm 1's l2_loss(z1, x1), x1 must mean w1. As in the release, w_i is the output of
 #      the teacher's decoder embedding, z_i of F_i. The mean squared error includes the class token.
 #   3. In Algorithm 1, x1 and x2 are first the images and partners, later our x_1 and x_2. At alpha
@@ -377,7 +376,7 @@ def teacher_of(checkpoint, config):
 #      also keeps the MAE's decoder embedding, but never uses it.
 #   7. The paper mixes within the batch, as does `forward` without partners. train.py draws partners
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
-#   8. On ImageNet, Section 1 uses MAE's blr of 1.5e-4; we follow Table 1, which has 1e-3. To
-#      classify, Section 1 uses mask ratio 0.75 (our default) and `--norm_pix_loss`; for figures,
-#      0.5 and plain targets. Settings in neither are MAE's, e.g. 800 epochs (release: 400).
+#   8. On ImageNet, Section 1 has "MAE's specifications", so blr 1.5e-4; we follow Table 1, which
+#      has 1e-3. To classify, Section 1 has mask ratio 0.75 (our default) and `--norm_pix_loss`; for
+#      figures, 0.5 and plain targets. Other settings are MAE's, e.g. 800 epochs (release: 400).
 #   9. In figures, the release pastes in the visible patches of x_1; we paste in the mixture's.

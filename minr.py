@@ -68,7 +68,7 @@ class MINR(nn.Module):
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
         coord_jitter: in training, move each coordinate at random within its pixel, so that larger
-            renderings show no grid (the release does this except on CelebA)
+            renderings show no grid (generalized-MINR does, except on CelebA; item 10)
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
@@ -135,7 +135,7 @@ class MINR(nn.Module):
             for i in self.tokens_per_layer})
 
     def encode(self, images, ids_keep, mask):
-        """Mask and encode images (B,C,H,W) (Sec. 3.2). The visible patches are ids_keep (B,K), and
+        """Mask and encode images (B,C,H,W) (item 2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
         uses the same tokens as features, because no gradient of the loss reaches the patch tokens
         that the last block returns."""
@@ -257,23 +257,25 @@ class MINR(nn.Module):
                              torch.stack([large, upscaled], dim=1))}
 
 
-# Paper and release: where they differ or are silent, and what we do
-#   1. The paper's "14 x 14 patches" for 182 x 182 pixels can mean a grid of 14 x 14 patches or
-#      patches of 14 x 14 pixels. We use the grid, because the release masks patches of 13 x 13
-#      pixels. These patches are also our tokens; the release's tokens are patches of 9 x 9 pixels.
-#   2. The release masks each patch with probability 0.75; we mask the same number in every image.
+# Paper and release: where they differ or are silent, and what we do. The release has two programs.
+# For GINR we follow generalized-MINR, for TransINR trans-MINR (the former has other settings).
+#   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
+#      pixels. These are also our tokens; the release's tokens are patches of 9 x 9 pixels.
+#   2. As in the release, masked patches become zero. There each is masked with probability 0.75
+#      (by default, generalized-MINR masks none); we mask the same number in every image.
 #   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
 #   5. As in the release, every column of weights is scaled to length 1, also in shared layers, and
 #      `out_bias` is added to the colours.
-#   6. The release's ViT has learned positions and dropout. Ours, vit.ViT, has fixed positions and a
-#      class token. Neither has a final norm.
+#   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
+#      positions and a class token. Neither has a final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
 #      release's. On CelebA, GINR's ff_sigma is 64. With 256 groups, GINR's layer has full rank. The
 #      pixel centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
 #   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
 #      it. GINR predicts 65,536 numbers for one full-rank layer, TransINR 66,304 for all five.
-#   9. As in the release, shared weights (a,b) are drawn like PyTorch's linear layers, but in the
-#      transposed layout, so that the bound is 1/sqrt(outputs). Columns are normalised, so the scale
-#      matters only relative to the learning rate.
+#   9. As in generalized-MINR, weights (a,b) are drawn like PyTorch's linear layers, but transposed:
+#      the bound is 1/sqrt(outputs) (trans-MINR: 1/sqrt(inputs), and uniform biases). Columns are
+#      normalised, so the scale matters only relative to the learning rate.
+#  10. generalized-MINR moves coordinates anew for each image, `coord_jitter` for each batch.
