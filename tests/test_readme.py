@@ -131,9 +131,9 @@ def test_commands_and_links(monkeypatch):
 
 
 def test_the_papers_tables_as_flags(monkeypatch):
-    """Each row of flags is parsed with the command above it, and its model is built, without data
-    and without initialising weights."""
-    sides, built = {"cifar10": 32, "/data/tiny-imagenet": 64}, []
+    """Each row of flags, with each of its numbers, is parsed with the command above it, and its
+    model is built, without data and without initialising weights."""
+    sides, built = {"cifar10": 32, "cifar100": 32, "/data/tiny-imagenet": 64}, []
     for name in ("kaiming_uniform_", "xavier_uniform_", "uniform_", "normal_", "trunc_normal_"):
         monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **options: tensor)
 
@@ -160,7 +160,11 @@ def test_the_papers_tables_as_flags(monkeypatch):
     assert [paper for paper, _ in papers] == ["MAE", "CrossMAE", "HyperMAE", "MINR", "i-MAE"]
     for paper, text in papers:
         commands, n = {}, len(built)                       # the last one of each script
-        rows = re.findall(r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`", text)
+        rows = []
+        for italic, row, numbers in re.findall(
+                r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`\*?(?: \(([\d., ]+)\))?", text):
+            rows.append((italic, row))
+            rows += [(italic, re.sub(r"[\d.]+$", x, row)) for x in numbers.split(", ") if numbers]
         for italic, row in rows:
             script = "finetune.py" if italic else "train.py"
             if row.startswith("--eval"):
