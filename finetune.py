@@ -376,8 +376,7 @@ def main(argv=None):
 
 
 # Paper and release: where they differ, or torchvision differs from both, and what we do
-#   1. The papers' RandAugment (9, 0.5) draws magnitudes around 9 on a scale of 10; torchvision uses
-#      a fixed magnitude on a scale of 30, where 27 is equivalent.
+#   1. The papers' RandAugment (9, 0.5) draws around 9 of 10; torchvision's 27 of 30 does not vary.
 #   2. Random erasing (released code only) fills in noise in the release, the mean colour here.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
 #   4. MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens. As in MAE's release,

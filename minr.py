@@ -266,8 +266,7 @@ class MINR(nn.Module):
 #   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
-#   5. As in the release, every column of weights is scaled to length 1, also in shared layers, and
-#      `out_bias` is added to the colours.
+#   5. As in the release, weight columns are scaled to length 1 in all layers; colours get out_bias.
 #   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
 #      positions and a class token. Neither has a final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
