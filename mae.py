@@ -3,14 +3,16 @@
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.
 
-A random 75% of the patches are masked. A ViT encodes only the visible ones, so a large encoder is
-cheap to train. A small decoder gets the encoded patches and, for every masked patch, one learned
-mask token plus the position of the patch. It predicts the pixels of the masked patches. After
-pretraining the decoder is discarded and the encoder is kept.
+Every patch draws a random number, its `noise`. The quarter of the patches with the lowest numbers
+stays visible. A ViT encodes only these, so a large encoder is cheap to train. A small decoder gets
+the encoded patches and, for every masked patch, one learned mask token plus the position of the
+patch. It predicts the pixels of the masked patches. After pretraining, only the encoder is kept.
 
-    B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), class token first
-    -> decoder (B,1+L,E) -> pixels of the masked patches (B,M,p*p*C)
+    B images with C channels, L patches of p*p pixels, K visible, M = L - K masked, D encoder width,
+    E decoder width; P patches are predicted: the M masked ones, or all L by `reconstruct`
+    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
+    -> pixels of the masked patches (B,M,p*p*C). The first of the 1+K or 1+L tokens is the class
+    token, an extra learned token that belongs to no patch
 """
 
 import torch
@@ -21,7 +23,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper, but with ViT-B instead of ViT-L and normalised targets.
+    features. Defaults follow the paper, but the encoder is ViT-B and targets are normalised.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -33,14 +35,15 @@ class MAE(nn.Module):
     """
 
     recipe = dict(  # Table 8; epochs from Table 1, flip from Sec. 4.1, crop from the release
+        # blr: learning rate for a batch of 256; crop: smallest crop, as a fraction of the area
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale = 1.0                         # multiplies the learning rate; 1 except in CrossMAE
+    lr_scale = 1.0             # train.py's learning rate is multiplied by it; not 1 in CrossMAE
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -66,9 +69,8 @@ class MAE(nn.Module):
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
-        """Build the decoder's input (B,1+L,E): the latent (B,1+K,D) projected to width E, then a
-        mask token for each masked patch, all with positions added, as in Sec. 3, "MAE decoder".
-        Tokens stay sorted by noise: attention ignores order, so we do not unshuffle (item 1)."""
+        """Build the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": the latent (B,1+K,D),
+        projected to width E, then one mask token per masked patch, all with positions (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)
         return torch.cat([x[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token
@@ -76,7 +78,7 @@ class MAE(nn.Module):
                           self.mask_token + pos[ids_mask]], dim=1)     # (B, M, E) masked patches
 
     def decode(self, latent, ids_keep, ids_mask, P):
-        """Predict the last P patches in noise order from the latent (B,1+K,D): (B,P,p*p*C). The
+        """Predict the last P patches, sorted by noise, from the latent (B,1+K,D): (B,P,p*p*C). The
         masked patches come last: P = M predicts only these, P = L predicts all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
@@ -85,33 +87,32 @@ class MAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). Sorting noise (B,L), random by
-        default, is the paper's shuffling: the K patches with the lowest noise stay visible. The
-        loss, a float32 scalar, is the mean squared error between masked patches and their
-        predictions; metrics is {"loss": the detached loss}."""
-        # few patches stay visible, so that masked ones cannot be copied from them (Sec. 3; item 4)
+        """Return loss and metrics for normalised images (B,C,H,W). Patches are sorted by noise
+        (B,L), random by default; the paper calls this shuffling. The loss, a float32 scalar, is the
+        mean squared error over the masked patches; metrics is {"loss": the detached loss}."""
+        # so few stay visible that masked patches cannot be copied from them (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
-        # the large encoder sees a quarter of the patches
+        # the large encoder sees only the visible patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         # only the small decoder pays for the masked patches
         pred = self.decode(latent, ids_keep, ids_mask, ids_mask.shape[1])      # (B, M, p*p*C)
         # normalised patches have more local contrast and give higher accuracy (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
         # with visible patches in the loss, accuracy would be slightly lower (Sec. 3)
-        loss = (pred.float() - target).square().mean()                 # scalar
+        loss = (pred.float() - target).square().mean()     # scalar, float32 even if pred is bf16
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        where 1 = masked. All patches are predicted, even visible ones, which the loss ignores.
-        mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
+        1 = masked. All patches are predicted, though the loss ignores the visible ones. leak_free
+        un-normalises without the true patches' mean and variance (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
-        # every patch is replaced: images supply only mean and variance, if targets are normalised
+        # no pixel is copied: images are used only for mean and variance, if targets are normalised
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
@@ -122,8 +123,7 @@ class MAE(nn.Module):
 #      Self-attention is permutation-equivariant, so we leave them sorted by noise.
 #   2. Both embed all patches and then drop the masked ones; we embed only the visible ones. The
 #      released head always predicts all patches; in training ours predicts only the masked ones.
-#   3. The paper does not define the variance of a patch (Sec. 3). As in the release, we use the
-#      unbiased variance plus 1e-6.
+#   3. Sec. 3 does not define a patch's variance. We use the release's: unbiased, plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
 #   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
 #      projection keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.
