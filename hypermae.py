@@ -3,14 +3,13 @@
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
 Release: https://github.com/cvlab-stonybrook/HyperMAE
 
-Learned weight tokens go through a few ViT blocks (Feat2W) with the encoded visible patches, and
-become one matrix M. M is a layer of an MLP (PaCo-MLP) that maps the coordinates of a patch to its
-pixels. This MLP represents one image; its other layers are shared by all images. There are no mask
-tokens: a masked patch costs one pass through a small MLP.
+The encoded visible patches and a few learned vectors, the weight tokens, go through some ViT blocks
+(Feat2W). The weight tokens then become a matrix M, one layer of an MLP (PaCo-MLP) that maps the
+coordinates of a patch to its pixels. M differs between images; all images share the other layers.
+There are no mask tokens: a masked patch costs one pass through a small MLP.
 
-    B images, L patches, K visible, P predicted, D encoder width, n weight tokens, p patch side
-    h width of the PaCo-MLP, T (h,n) the learned transformation, M the predicted matrix. Only in the
-    shape (B,M) is M the number of masked patches, as in mae.py.
+    B images, L patches, K visible, L-K masked, P predicted, p patch side, D encoder width, h width
+    of the PaCo-MLP, n weight tokens. T (h,n), a learned matrix, mixes them into the rows of M
     images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
@@ -25,7 +24,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, require
 
 
 def grid_coords(size, device=None):
-    """Return the centres (H*W,2) of H x W cells, row and column, in [-1, 1]. (Same in minr.py.)"""
+    """Return the centres (H*W,2) of H x W cells, row and column in [-1, 1]. (Same in minr.py.)"""
     H, W = size
     row = (2 * torch.arange(H, device=device) + 1) / H - 1             # (H,)
     col = (2 * torch.arange(W, device=device) + 1) / W - 1             # (W,)
@@ -33,11 +32,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each of
-    the two coordinates c (row, then column) is multiplied by dim/2 frequencies f. They run
-    geometrically from 1 to sigma periods per image: dim 4 and sigma 8 give 1 and 8. Features are on
-    coords' device, in float32, as half precision cannot hold phases up to pi sigma. (Same in
-    minr.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. From raw
+    coordinates, an MLP would learn only smooth functions. Each coordinate c, the row and then the
+    column, is multiplied by dim/2 frequencies f. They form a geometric sequence from 1 to sigma
+    periods per image: 1 and 8 for dim 4 and sigma 8. Features are float32: half precision cannot
+    hold phases up to pi sigma. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -53,7 +52,8 @@ class HyperMAE(nn.Module):
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of the encoder's last blocks that are also Feat2W's first (Table 6)
+        shared_blocks: number of last encoder blocks that also read the weight tokens, and so count
+            as Feat2W's first blocks; each runs once (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
@@ -67,7 +67,7 @@ class HyperMAE(nn.Module):
     recipe = dict(  # Table 12, with the release's crop and flip; for ImageNet-100, batch_size=512
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
@@ -102,23 +102,23 @@ class HyperMAE(nn.Module):
         self.proj = nn.Linear(dim, hidden_dim)                         # Sec. 2.2
         widths = [2 * pe_dim, *[hidden_dim] * (mlp_depth - 1), p * q * in_chans]
         shapes = list(zip(widths, widths[1:]))             # inputs and outputs of each layer
-        rows, _ = shapes.pop(modulated_layer)              # number of M's inputs: h, or 2 pe_dim
+        rows, _ = shapes.pop(modulated_layer)              # M replaces this layer; rows: its inputs
         self.T = nn.Parameter(                             # (h, n) or, for layer 0, (2 pe_dim, n)
-            torch.empty(rows, n_weight_tokens).normal_(std=0.02))
+            torch.empty(rows, n_weight_tokens).normal_(std=0.02))      # n tokens to the rows of M
         self.paco_mlp = nn.ModuleList(nn.Linear(a, b) for a, b in shapes)  # all layers except M
         init_weights(self)
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images. Returns layer M of the PaCo-MLP,
-        which Feat2W predicts (Sec. 2.2): (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h). The
-        paper counts Feat2W as a part of the decoder."""
+        """Encode the visible patches ids_keep (B,K) of images, and turn them into layer M of the
+        PaCo-MLP (Sec. 2.2): (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h). M is all that
+        decode gets of the image. The paper counts Feat2W as a part of the decoder."""
         n = len(self.weight_tokens)
         unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks only in the encoder
-        x = self.encoder.embed(images, ids_keep)                       # (B, K, D) F^0 = x_vis
+        x = self.encoder.embed(images, ids_keep)                       # (B, K, D) paper: F^0
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
-        W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0, Sec. 2.2
+        W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
@@ -127,13 +127,13 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """Map coordinates, (B,P,2) or the same (P,2) for all images, to pixels (B,P,p*p*C) with the
-        PaCo-MLP (Sec. 2.2, Algorithm 1). M (B,h,h), an argument (item 7), has no bias. A ReLU
-        follows every layer except the last. Without relu_around_m, the ReLUs right before and
-        after M are left out (item 1)."""
+        PaCo-MLP (Sec. 2.2, Algorithm 1). The layer M (B,h,h), an argument (item 7), has no bias. A
+        ReLU follows every layer except the last. Without relu_around_m, no ReLU follows M or the
+        layer before M (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
-        layers.insert(self.modulated_layer, M)
+        layers.insert(self.modulated_layer, M)             # only so that i counts M as well
         for i, layer in enumerate(layers):
             if i == self.modulated_layer:
                 z = z @ M                                              # (B, P, h) matmul(z, M)
@@ -150,10 +150,10 @@ class HyperMAE(nn.Module):
         (Algorithm 1); metrics is {"loss": the detached loss}."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         M = self.encode(images, ids_keep)                  # (B, h, h) or (B, 2 pe_dim, h)
-        ids = ids_mask                                                 # (B, M) item 4
+        ids = ids_mask                                                 # (B, L-K) item 4
         if self.loss_on == "all":                                      # ablation: Table 11
             ids = torch.cat([ids_keep, ids_mask], dim=1)               # (B, L)
-        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) pco
+        coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) Algorithm 1: pco
         pred = self.decode(coords, M)                                  # (B, P, p*p*C) z
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C) x_masked
         loss = (pred.float() - target).square().mean()                 # MSELoss(z, x_masked)
@@ -162,8 +162,8 @@ class HyperMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        where 1 = masked. All patches are predicted; the loss includes visible ones only if loss_on
-        is "all". mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
+        1 = masked. All patches are predicted; the loss includes visible ones only if loss_on is
+        "all". leak_free un-normalises without the true patches' mean and variance."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
@@ -175,9 +175,9 @@ class HyperMAE(nn.Module):
 
 
 # Paper and release: where they differ, and what we do
-#   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has none
-#      right before and after M, so three linear layers follow one another. We follow the release
-#      by default, and Sec. 2.2 with `relu_around_m`.
+#   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has no ReLU
+#      just before or after M, so three linear layers come in a row. We follow the release by
+#      default, and Sec. 2.2 with `relu_around_m`.
 #   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release creates this norm but never
 #      calls it; we do not create it. As in the release, no norm follows Feat2W.
 #      Weight tokens and T are drawn with std 0.02, as in the release.
@@ -186,9 +186,9 @@ class HyperMAE(nn.Module):
 #      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
 #      weight tokens come last; in Algorithm 1 they come first. Attention ignores the order.
 #   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
-#      of the patch centre: 2*pe_dim of them, regardless of h (by default both are 256). The centres
+#      of the patch centre. There are 2*pe_dim, whatever h is (both are 256 by default). The centres
 #      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release goes to 1024.
-#   6. Targets are normalised by default, which works better in Table 1; in Table 3 they are plain.
+#   6. Table 3 has plain targets. Ours are normalised by default: accuracy is higher in Table 1.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
 #   8. Sec. 2.2 lets any of the l layers be M, with size h x h. But the last layer must output
