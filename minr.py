@@ -5,14 +5,14 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 Wang, ECCV 2022) and GINR (Kim et al., CVPR 2023); https://github.com/kakaobrain/ginr-ipc has both.
 
 An implicit neural representation (INR) of an image is an MLP that maps coordinates to colours. Here
-a ViT reads learned weight tokens and an image with 75% of its patches set to zero. Its outputs for
+a ViT reads an image with 75% of its patches set to zero, and learned weight tokens. Its outputs for
 the weight tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
 
     B images, L patches, K visible, D encoder width, N rendered pixels. Layer i of the MLP has a_i
-    inputs and b_i outputs. The G weight tokens are the `extra_tokens` of vit.ViT. A modulated layer
-    i gets g_i of these tokens, its `groups`; each token becomes a column of a_i numbers
-    images (B,C,H,W) -> tokens (B,1+L+G,D) -> weights (B,a_i,b_i) or (a_i,b_i), biases (b_i,)
-    coordinates (N,2) and weights -> colours (B,N,C)
+    inputs and b_i outputs. A *modulated* layer has weights of its own for each image. They are made
+    from g_i of the G weight tokens: each becomes a column of a matrix U (a_i,g_i), see `modulate`
+    images (B,C,H,W) -> tokens (B,1+L+G,D) -> layers: weights (B,a_i,b_i) if modulated, else
+    (a_i,b_i), and biases (b_i,). Coordinates (N,2) and layers -> colours (B,N,C)
 """
 
 import math
@@ -25,8 +25,7 @@ from vit import ViT, pair, require
 
 
 def grid_coords(size, device=None):
-    """Return the centres (H*W,2) of H x W cells, row and column, in [-1, 1]. (Same in hypermae.py.)
-    """
+    """Return the centres (H*W,2) of H x W cells: row, column in [-1, 1]. (Same in hypermae.py.)"""
     H, W = size
     row = (2 * torch.arange(H, device=device) + 1) / H - 1             # (H,)
     col = (2 * torch.arange(W, device=device) + 1) / W - 1             # (W,)
@@ -34,11 +33,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each of
-    the two coordinates c (row, then column) is multiplied by dim/2 frequencies f. They run
-    geometrically from 1 to sigma periods per image: dim 4 and sigma 8 give 1 and 8. Features are on
-    coords' device, in float32, as half precision cannot hold phases up to pi sigma. (Same in
-    hypermae.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. From raw
+    coordinates, an MLP would learn only smooth functions. Each coordinate c, the row and then the
+    column, is multiplied by dim/2 frequencies f. They form a geometric sequence from 1 to sigma
+    periods per image: 1 and 8 for dim 4 and sigma 8. Features are float32: half precision cannot
+    hold phases up to pi sigma. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -53,11 +52,11 @@ class MINR(nn.Module):
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
-        hypernetwork: how image-specific weights are made (Sec. 3.2, item 3). ginr: matrix product
-            of predicted and shared weights, with rank at most `groups`. transinr: elementwise
-            product of shared weights and `groups` predicted columns, which are repeated to fit
-        modulated_layers: image-specific layers of the MLP, counted from 0, e.g. 0,1 (default: layer
-            1 for ginr, all layers for transinr; Sec. 3.2)
+        hypernetwork: how the weights of modulated layers are made (Sec. 3.2; formulas: see
+            modulate). ginr: matrix product of predicted and shared weights. transinr: elementwise
+            product of shared weights and predicted columns, repeated to fit
+        modulated_layers: layers of the MLP whose weights depend on the image, counted from 0, e.g.
+            0,1 (default: layer 1 for ginr, all layers for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
         groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
@@ -67,8 +66,8 @@ class MINR(nn.Module):
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate at random within its pixel, so that larger
-            renderings show no grid (generalized-MINR does, except on CelebA; item 10)
+        coord_jitter: in training, move each coordinate at random within its pixel, as generalized-MINR
+            does except on CelebA (item 10). Without this, larger renderings show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
@@ -78,7 +77,7 @@ class MINR(nn.Module):
         # release divides TransINR's learning rate by 10 after 80% of the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
     low_res_recipe = dict(
         lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
@@ -137,8 +136,8 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Mask and encode images (B,C,H,W) (item 2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
-        uses the same tokens as features, because no gradient of the loss reaches the patch tokens
-        that the last block returns."""
+        also uses the weight tokens as features: the loss does not train the last block's patch
+        tokens."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -148,15 +147,15 @@ class MINR(nn.Module):
         return tokens[:, -len(self.encoder.extra_tokens):]             # (B, G, D)
 
     def modulate(self, tokens):
-        """Turn weight tokens (B,G,D), grouped by modulated layer, into a list of (W, bias) for all
+        """Turn weight tokens (B,G,D), sorted by modulated layer, into a list of (W, bias) for all
         layers of the MLP (Sec. 3.2, item 3). U is predicted from the image; all images share V:
 
             GINR           W = U V               (B,a,b) from (B,a,g) and (g,b): rank at most g
             TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
             other layers   W = V                 (a,b)
 
-        to_columns turns weight token k of a layer into column k of U. Every column of W is then
-        scaled to length 1 (item 5). Biases (b,) are shared."""
+        to_columns turns token k of a layer into column k of U, which has g columns. Every column
+        of W is then scaled to length 1 (item 5). All images share the biases (b,)."""
         counts = self.tokens_per_layer                                 # {i: g_i}
         tokens_of = dict(zip(counts, tokens.split([*counts.values()], dim=1)))
         layers = []
@@ -174,8 +173,8 @@ class MINR(nn.Module):
 
     def decode(self, coords, layers):
         """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C) at coordinates
-        (N,2), shared by all images, or (B,N,2). With (N,2), the layers before the first
-        image-specific one run once for all images. Colours are float32, even under autocast."""
+        (N,2), shared by all images, or (B,N,2). With (N,2), the layers before the first modulated
+        one run once for all images. Colours are float32, even under autocast."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -184,29 +183,11 @@ class MINR(nn.Module):
         W, bias = layers[-1]                   # (hidden_dim, C), (C,) or (B, hidden_dim, C), (C,)
         return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
-    def forward(self, images, noise=None):
-        """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random by default.
-        The loss, a float32 scalar, is the mean squared error over all pixels or only over the
-        masked ones; metrics is {"loss": the detached loss}."""
-        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
-        tokens = self.encode(images, ids_keep, mask)                   # (B, G, D)
-        layers = self.modulate(tokens)
-        coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
-        pred = self.decode(coords, layers)                             # (B, N, C)
-        error = (pred.float() - target).square().mean(dim=2)           # (B, N)
-        if self.loss_on == "all":
-            loss = error.mean()                                        # paper: L2, all pixels
-        else:
-            # the error summed over masked pixels, divided by their expected number. Dividing by
-            # the number drawn, which varies, would make the loss depend on --accum
-            loss = (error * masked).mean() / mask.mean()
-        return loss, {"loss": loss.detach()}
-
     def sample_pixels(self, images, mask):
         """Choose the pixels of images (B,C,H,W) for the loss: all or, in training, a random
-        pixel_fraction. Returns their coordinates (N,2), their colours (B,N,C), and which of them
-        are masked (B,N). In training, coord_jitter moves the coordinates. The random numbers come
-        from PyTorch's default generator, and are the same for all images."""
+        pixel_fraction, the same for all images. Returns their coordinates (N,2), their colours
+        (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves coordinates.
+        PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
         colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
@@ -221,12 +202,29 @@ class MINR(nn.Module):
             coords = coords + torch.stack([row * 2 / H, col * 2 / W], dim=1)   # (N, 2)
         return coords, colours, masked
 
+    def forward(self, images, noise=None):
+        """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random by default.
+        The loss, a float32 scalar, is the mean squared error over all pixels or only over the
+        masked ones; metrics is {"loss": the detached loss}."""
+        ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
+        tokens = self.encode(images, ids_keep, mask)                   # (B, G, D)
+        layers = self.modulate(tokens)
+        coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
+        pred = self.decode(coords, layers)                             # (B, N, C)
+        error = (pred.float() - target).square().mean(dim=2)           # (B, N)
+        if self.loss_on == "all":
+            loss = error.mean()                                        # paper: L2, all pixels
+        else:
+            # the mean over masked pixels. We divide by their expected number: the number drawn
+            # varies, so with it the loss would depend on --accum
+            loss = (error * masked).mean() / mask.mean()
+        return loss, {"loss": loss.detach()}
+
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Mask images (B,C,H,W) and render them at their own size. Returns rendered images
-        (B,C,H,W) and the mask (B,L), 1 = masked. Every pixel is rendered, none is copied.
-        mask_ratio defaults to the model's; leak_free changes nothing, as targets are plain pixels.
-        """
+        (B,C,H,W) and the mask (B,L), 1 = masked. Every pixel is rendered, none is copied. leak_free
+        changes nothing, as targets are plain pixels."""
         return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
 
     @torch.no_grad()
@@ -246,7 +244,7 @@ class MINR(nn.Module):
         return rendered.unflatten(2, size), mask                       # (B, C, H', W'), (B, L)
 
     def figures(self, images):
-        """Return {"rendered": (caption, images (rows,2,C,4H,4W))}."""
+        """Return {"rendered": (caption, images (rows,2,C,4H,4W))}, drawn by train.py --eval."""
         H, W = self.encoder.img_size
         noise = self.encoder.fixed_noise(images)
         native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
@@ -266,7 +264,8 @@ class MINR(nn.Module):
 #   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
-#   5. As in the release, weight columns are scaled to length 1 in all layers; colours get out_bias.
+#   5. As in the release, weight columns are scaled to length 1 in all layers (we know of no reason),
+#      and `out_bias` is added to the colours.
 #   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
 #      positions and a class token. Neither has a final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
