@@ -6,12 +6,13 @@ Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLian
 In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
 Here each mask token is a query that attends only to encoder tokens, so no prediction depends on the
 others. The loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
-cost nothing. Each decoder block attends to its own learned mix of encoder feature maps.
+cost nothing. Each decoder block attends to its own learned mix of feature maps. These are the
+tokens that enter the encoder's first block, and those that leave each block.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
-    side; n feature maps f_1 ... f_n; w (decoder depth,n) the weights of their mixes
-    images (B,C,H,W) -> visible patches (B,K,D) -> encoder: maps (n,B,1+K,D) -> mixes (B,1+K,D)
-    queries (B,P,E) -> decoder blocks, which attend to the mixes -> pixels (B,P,p*p*C)
+    side, n feature maps f_1 ... f_n; w (decoder depth,n): their weights in the mixes t_1, t_2, ...
+    images (B,C,H,W) -> visible patches (B,K,D) -> maps (n,B,1+K,D) -> mixes (B,1+K,D) each
+    queries (B,P,E) -> decoder blocks, where block k attends to mix t_k -> pixels (B,P,p*p*C)
 """
 
 import torch
@@ -24,8 +25,8 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights,
 
 class CrossAttention(nn.Module):
     """Let queries x (B,P,E) attend to tokens y (B,1+K,D), as in Sec. 3.2: (B,P,E). `kv` projects y
-    to keys and values. As in the released weights, it outputs k and v concatenated, each with its
-    heads concatenated."""
+    from width D to keys and values of width E. As in the released weights, it outputs k and v
+    concatenated, each with its heads concatenated."""
 
     def __init__(self, dim, context_dim, heads):
         super().__init__()
@@ -47,9 +48,8 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block (Figure 4b): the queries x (B,P,E) attend to the encoder tokens y
-    (B,1+K,D) and go through an MLP: (B,P,E). With self_attention they attend to one another first.
-    """
+    """A pre-norm decoder block (Figure 4b): queries x (B,P,E) attend to encoder tokens y (B,1+K,D),
+    then go through an MLP: (B,P,E). With self_attention, they attend to each other first."""
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
         super().__init__()
@@ -72,13 +72,14 @@ class CrossBlock(nn.Module):
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
     features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 75% and 12 decoder blocks
-    (Sec. 4.1, 4.2, A.6), and normalised targets, which only Figure 5's caption mentions.
+    (Sec. 4.1, 4.2, A.6), and normalised targets (mentioned only in Figure 5's caption).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
-        prediction_ratio: fraction of patches to predict, at most mask_ratio (Table 3c, item 6).
-            Unless --lr is set, prediction_ratio / mask_ratio multiplies the learning rate (A.6)
+        prediction_ratio: fraction of all patches to predict, at most mask_ratio (Table 3c, item 6).
+            Unless --lr is set, the learning rate is multiplied by prediction_ratio / mask_ratio
+            (A.6)
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder (512 as in MAE: A.6, item 9)
         decoder_depth: number of decoder blocks (Table 3e)
@@ -95,7 +96,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -105,7 +106,7 @@ class CrossMAE(nn.Module):
                  decoder_depth=12, decoder_heads=16, feature_maps="all", include_input=True,
                  self_attention=False, softmax_weights=False, project_maps=False):
         super().__init__()
-        self.inter_block = feature_maps != "last"
+        self.inter_block = feature_maps != "last"          # mix feature maps (Sec. 3.4)?
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads,
                            norm=not self.inter_block)                  # item 5
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
@@ -119,8 +120,8 @@ class CrossMAE(nn.Module):
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # gamma / p in A.6 (p: mask ratio): lr = gamma base_lr batchsize / (256 p); item 12
-        self.lr_scale = prediction_ratio / mask_ratio
+        # A.6: lr = gamma base_lr batchsize / (256 p), gamma: prediction ratio, p: mask ratio
+        self.lr_scale = prediction_ratio / mask_ratio                  # item 12
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
@@ -160,8 +161,8 @@ class CrossMAE(nn.Module):
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images. Returns a list that has, for each
         decoder block, the tokens (B,1+K,D) to attend to. With inter-block attention (Sec. 3.4,
-        A.3), each decoder block gets its own mix of the feature maps map_ids, with its own norm
-        (item 5). Without it, every decoder block attends to the encoder's output."""
+        A.3), each decoder block gets its own mix of the feature maps, after a norm of its own
+        (item 5). Without it, every decoder block gets the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -197,12 +198,12 @@ class CrossMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        where 1 = masked. All patches are predicted, even visible ones, which the loss ignores.
-        mask_ratio is self.mask_ratio by default; for leak_free see ViT.paste_patches."""
+        1 = masked. All patches are predicted, though the loss ignores the visible ones. leak_free
+        un-normalises without the true patches' mean and variance (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
-        # two calls: with self_attention, visible patches would change predictions of masked ones
+        # two calls, because with self_attention the queries of one call influence each other
         pred_mask = self.decode(features, ids_mask)                    # (B, M, p*p*C) item 10
         pred_keep = self.decode(features, ids_keep)                    # (B, K, p*p*C)
         pred = torch.cat([pred_keep, pred_mask], dim=1)                # (B, L, p*p*C)
@@ -213,11 +214,10 @@ class CrossMAE(nn.Module):
 
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
-        """Split the predictions for all masked patches into contributions that sum to them, as in
-        Appendix D (item 11): (1+decoder depth,B,M,p*p*C). The first comes from mask token and
-        position, with the biases of norm and head; the others come from the decoder blocks. Also
-        returns ids_keep and ids_mask. Here f_i is the output of decoder block i, not a feature map.
-        """
+        """Split the predictions for all masked patches into a sum of contributions, as in Appendix
+        D (item 11): (1+decoder depth,B,M,p*p*C). The first is that of mask token and position, with
+        the biases of norm and head; the others are the decoder blocks'. Also returns ids_keep and
+        ids_mask. Here f_i is the output of decoder block i, not a feature map."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
         parts = [x]                                                    # first f_0, then each g_i
@@ -226,7 +226,7 @@ class CrossMAE(nn.Module):
             parts.append(output - x)                                   # g_i = f_i - f_{i-1}
             x = output
         norm, head = self.decoder_norm, self.decoder_pred              # together h in Appendix D
-        std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1)
+        std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1) item 11
         parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
         parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
         parts = parts @ head.weight.T                      # (1+decoder depth, B, M, p*p*C) h(g_i)
@@ -235,8 +235,8 @@ class CrossMAE(nn.Module):
 
     @torch.no_grad()
     def figures(self, images):
-        """Return {name: (caption, images (rows,columns,C,H,W))}: the contributions of Appendix D,
-        and the mixing weights of Figure 5c."""
+        """Return what train.py --eval draws, {name: (caption, images (rows,columns,C,H,W))}: the
+        contributions of Appendix D, and the mixing weights of Figure 5c."""
         noise = self.encoder.fixed_noise(images)
         parts, ids_keep, ids_mask = self.contributions(images, noise)
         if self.norm_pix_loss:
@@ -269,9 +269,9 @@ def decoder_attention(mae, images):
     token) and to one mask token. This attention is averaged over attending tokens, attended tokens
     and images, and summed over heads. A row also has the share that goes to all visible tokens.
 
-    A.1 averages over blocks and heads, but Table 6 must sum over heads: 50 visible and 147 masked
-    tokens get about 16 in each block. Its last row also sums over blocks. It counts them from 1,
-    this function from 0."""
+    A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
+    visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
+    counts blocks from 1, this function from 0."""
     noise = mae.encoder.fixed_noise(images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
     attended = 0                                           # mean over images, summed part by part
@@ -300,20 +300,20 @@ def decoder_attention(mae, images):
 
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous version numbers them differently.
-#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n). So do we, and so does the release, which
-#      then overwrites them by Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
+#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but then
+#      it overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
-#      prediction ratio)) masked patches are skipped and the others predicted. With L = 64 and
-#      ratios 0.75 and 0.15, the others are 10 patches, not int(9.6) = 9.
+#      prediction ratio)) masked patches are skipped and the others are predicted. With L = 64 and
+#      ratios 0.75 and 0.15, these are 10 patches, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is
-#      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). With `--mask
-#      block`, the rectangles masked first are always predicted; with a bool mask, the masked
-#      patches that come last in raster order.
-#   4. Mask tokens are the queries; encoder tokens, with the class token as in the release, are keys
+#      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). But `--mask
+#      block` always predicts the rectangles that were masked first, and a bool mask always predicts
+#      the masked patches that come last in raster order.
+#   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
 #      and values. Sec. 4.4 swaps the roles, without class token; Figure 4a says keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
-#      norm. A.3's norms before mixing, found no better, are not implemented. For "last" (one map in
+#      norm. A.3's norms before mixing are not implemented: they are no better. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has one
@@ -321,8 +321,8 @@ def decoder_attention(mae, images):
 #   8. Table 3d does not count the input, or list maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
 #      decoder_dim 256 and decoder_heads 8: set these flags.
-#  10. With self_attention and a prediction ratio below the mask ratio, `reconstruct` decodes all
-#      masked patches together, so more queries attend to one another than in training.
+#  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
+#      below the mask ratio, more queries then attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
 #  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. It says Table 2
