@@ -4,12 +4,12 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
-F_2, turn its output into two latents, one for each image. From each latent, a shared MAE decoder
-predicts its image. A frozen MAE, the teacher, sees the unmixed image and gives the latent a target.
+F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
+predicts the image. A frozen MAE, the teacher, sees the unmixed image; its latent is a target.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha images + (1-alpha) partners. In a pair, x_1 is the subordinate image (less weight),
-    x_2 the dominant one. z_i = F_i(encoder(mix)) is the latent for x_i, w_i the teacher's latent
+    x_2 the dominant one. z_i = F_i(encoder(mix)) is our latent of x_i. w_i is the teacher's
     mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
 """
@@ -22,12 +22,12 @@ from torch import nn
 from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair, require,
                  sincos_pos_embed)
 
-ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # Figure 4; Figure 2 from 0.1
+ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # those of Figure 4
 
 
 class IMAE(nn.Module):
     """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts all
-    patches, `encoder` gives features. Defaults: ViT-B/16, MAE's decoder, plain targets (item 8).
+    patches, `encoder` gives features. Defaults are ViT-B/16, MAE's decoder, plain targets (item 8).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -37,9 +37,9 @@ class IMAE(nn.Module):
         decoder_dim: width of the decoder (as in MAE)
         decoder_depth: number of decoder blocks (as in MAE)
         decoder_heads: attention heads of the decoder (as in MAE)
-        branches: 2 branches (Section 3), or 1 for only the subordinate image (Section 2)
-        beta: the weight of the first image is drawn from Beta(beta, beta) (Table 2: 1)
-        alpha: fixed weight of the first image (default: drawn from Beta(beta, beta))
+        branches: 2 (Section 3), or 1 to predict only the subordinate image (Section 2)
+        beta: the weight of an image in the mixture is drawn from Beta(beta, beta) (Table 2: 1)
+        alpha: fixed weight of an image in the mixture (default: drawn from Beta(beta, beta))
         distill_weight: weight of the distillation loss, Algorithm 1's c (default: 1 with a teacher,
             as in the release; 0 without)
     """
@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own training and model settings, for images up to 64 pixels or the micro encoder. No
-    # augmentation, as for CIFAR in Table 1
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro. They
+    # have no augmentation, as for CIFAR in Table 1
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -132,10 +132,10 @@ class IMAE(nn.Module):
         random by default. Partners are Algorithm 1's perm(img), by default each image's predecessor
         in the batch (item 7). The weight of `images` is alpha, a number or (B,), drawn by default.
 
-        Each branch adds two mean squared errors to the loss, a float32 scalar. The first is over
-        the masked patches of its image. The second is between its latent and the teacher's latent,
-        times distill_weight (items 1, 2, 4). metrics has "loss" and its parts, all detached:
-        "subordinate", "dominant" (with two branches) and "distill" (not yet weighted)."""
+        The loss, a float32 scalar, adds two mean squared errors for each branch: over its image's
+        masked patches and, times distill_weight, between its latent and the teacher's (items 1, 2,
+        4). metrics has the loss and its parts, all detached: "loss", "subordinate", "dominant" if
+        there are two branches, and "distill", not yet weighted."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -155,19 +155,19 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
-        """Reconstruct normalised, unmixed images (B,C,H,W) with the last branch: the dominant one
-        if there are two. Returns the reconstruction (B,C,H,W) and the mask (B,L), 1 = masked. All
-        patches are predicted, even visible ones, which the loss ignores. mask_ratio defaults to the
-        model's; for leak_free see ViT.paste_patches."""
-        # alpha 1 makes the mixture the image itself, and the image the dominant one
+        """Reconstruct normalised, unmixed images (B,C,H,W) with the dominant branch, or with the
+        only one. Returns the result (B,C,H,W) and the mask (B,L), 1 = masked. All patches are
+        predicted, though the loss ignores the visible ones. leak_free un-normalises without the
+        true patches' mean and variance (see ViT.paste_patches)."""
+        # with alpha 1, the mixture is the image itself, and the image is dominant
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
 
     @torch.no_grad()
     def unmix(self, images, partners, alpha, noise=None, mask_ratio=None, leak_free=False):
-        """Mix images and partners, where alpha is the weight of `images`, and decode each branch.
-        Returns [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). With leak_free, mean
-        and variance are from the mixture's visible pixels. For other arguments see reconstruct."""
+        """Mix images and partners, and decode each branch. alpha is the weight of `images`. Returns
+        [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). With leak_free, mean and
+        variance are those of the mixture's visible pixels. For other arguments see reconstruct."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -189,8 +189,8 @@ class IMAE(nn.Module):
         return torch.full((), alpha, device=device)        # created on the device: no copy
 
     def from_mae(self, state):
-        """Adapt a state dict to this model's names: an MAE's decoder embedding is copied to F_1 and
-        F_2 (item 6)."""
+        """Adapt an MAE's state dict to this model, for --init: its decoder embedding is copied to
+        F_1 and F_2 (item 6)."""
         state = dict(state)
         for part in ("weight", "bias"):
             if f"decoder_embed.{part}" in state:
@@ -205,8 +205,8 @@ class IMAE(nn.Module):
         return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
 
     def figures(self, images):
-        """Return {"unmix": (caption, images (rows,columns,C,H,W))}: mixtures of the first
-        two images, as in Figures 6 and 7."""
+        """Return what train.py --eval draws, {"unmix": (caption, images (rows,columns,C,H,W))}: the
+        first two images, mixed and separated as in Figures 6 and 7."""
         if len(images) < 2:
             return {}
         x_1, x_2, rows = images[:1], images[1:2], []
@@ -222,8 +222,8 @@ class IMAE(nn.Module):
             "true subordinate image, true dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Mix each of the images (N,C,H,W), at weight alpha, with its predecessor. With alpha up to
-        0.5, the image is subordinate. Returns a dict of latents; `names` has a NAME per branch:
+        """Mix each of the images (N,C,H,W) with its predecessor. alpha is the weight of the image;
+        up to 0.5, it is subordinate. Returns a dict of latents; `names` has a NAME per branch:
 
             mixed          (N,1+K,D)   the encoder's output for the mixture
             branch NAME    (N,1+K,E)   z_i, the branch's latent
@@ -244,8 +244,8 @@ class IMAE(nn.Module):
         return {name: torch.cat(part) for name, part in parts.items()}
 
     def subordinate_psnr(self, images, alpha):
-        """Mix each of the images (N,C,H,W), at weight alpha, with its predecessor. Returns the PSNR
-        (N,) in dB of each image's masked pixels, as predicted by the first branch."""
+        """Mix each of the images (N,C,H,W) with its predecessor; alpha is the weight of the image.
+        Returns the PSNR (N,) in dB of each image's masked pixels, predicted by the first branch."""
         decibels = []
         for x_1, x_2 in zip(images.split(250), images.roll(1, 0).split(250)):
             decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))
@@ -257,9 +257,9 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def measures(self, train, val):
-        """Measure linear separability on normalised images `val` (N,C,H,W), in our own way. Returns
-        {title: rows} with a row {name: number} for each weight in ALPHAS, or {} for fewer than 10
-        images. The title explains the numbers. Linear maps are fitted on the images `train`."""
+        """Measure linear separability on normalised images `val` (N,C,H,W), in our own way. Linear
+        maps are fitted on the images `train`. Returns {title: rows}, or {} for fewer than 10
+        images. A row {name: number} is for one weight in ALPHAS; the title explains the numbers."""
         if len(val) < 10:
             return {}
         names = ("subordinate", "dominant")[:len(self.decoder_embed)]
@@ -289,9 +289,9 @@ class IMAE(nn.Module):
 
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
-    """Fit a linear map from x (N,T,a) to y (N,T,b), T tokens, by ridge regression, (X^T X + lambda
-    I)^-1 X^T Y. Returns the map's R^2 on x_val and y_val: the fraction of the variance of y_val,
-    around the mean of y for each token, that the map explains."""
+    """Fit a linear map from x (N,T,a) to y (N,T,b), with T tokens, by ridge regression: (X^T X +
+    lambda I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction of y_val's variance that
+    the map explains. The mean of each token of x and y is subtracted first."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
@@ -306,8 +306,8 @@ def draw_partners(indices, labels, same_class, generator):
     """Draw partners (n,) for the images `indices` (n,), out of N images with labels (N,). Without
     same_class, any other image can be drawn. With it, this is semantics-enhanced sampling (Section
     1, Table 2): a fraction r = same_class of the partners have the image's class, the others do
-    not. Image k of `indices` gets a partner of its class if floor((k+1) r) > floor(k r), which
-    spreads such partners evenly over batches."""
+    not. Image k of `indices` gets a partner of its class, a mate, if floor((k+1) r) > floor(k r).
+    This spreads mates evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 
@@ -319,9 +319,9 @@ def draw_partners(indices, labels, same_class, generator):
         return (indices + 1 + choose(N - 1)) % N
     k = torch.arange(n, dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
-    # Sort the images by class. A partner of the same class is at another place in the image's
-    # block: count on from the image, and wrap around. A partner of another class is outside the
-    # block: count on from its end, and wrap around. Below, labels are 1 0 1 0, indices 0 1 2 3.
+    # Sort the images by class. A mate is at another place in the image's block: count on from the
+    # image, and wrap around. A partner of another class is outside the block: count on from its
+    # end, and wrap around. In parentheses: an example with labels 1 0 1 0 and indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
     place = by_class.argsort()[indices]                    # place of each image (2 0 3 1)
     sizes = labels.bincount()                              # size of each block (2 2)
@@ -346,9 +346,9 @@ def check_same_class(labels, classes, same_class):
 
 
 def teacher_of(checkpoint, config):
-    """Turn a checkpoint from train.read into the teacher of an IMAE with constructor arguments
-    `config`. Returns the teacher's {dim, depth, heads} and state dict. Raises InputError unless the
-    checkpoint is an MAE with the same image size, patch size, channels and decoder width."""
+    """Turn a checkpoint from train.read_checkpoint into the teacher of an IMAE with the constructor
+    arguments `config`. Returns the teacher's {dim, depth, heads} and state dict. Raises InputError
+    unless it is an MAE with the same image size, patch size, channels and decoder width."""
     sizes, state = checkpoint["config"], checkpoint["model"]
     require(checkpoint["method"] in ("mae", None)
             and state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"},
@@ -363,18 +363,19 @@ def teacher_of(checkpoint, config):
 
 # Paper and release: where they differ, and what we do
 #   1. Algorithm 1 never masks an encoder's input. The release's teacher sees the student's visible
-#      patches of the mixture, for both latents; ours, of the unmixed images as in Algorithm 1.
+#      patches of the mixture, for both latents. Ours sees the same patches of the unmixed images,
+#      as Algorithm 1's teacher sees the unmixed images.
 #   2. In Algorithm 1's l2_loss(z1, x1), x1 must mean w1. As in the release, w_i is the output of
 #      the teacher's decoder embedding, z_i of F_i. The mean squared error includes the class token.
 #   3. In Algorithm 1, x1 and x2 are first the images and partners, later our x_1 and x_2. At alpha
 #      0.5, images count as subordinate, as in the release; in Algorithm 1, partners do.
-#   4. As in the paper and the release, the losses of the branches are added, not averaged.
+#   4. As in the paper and the release, we add the losses of the branches, and do not average them.
 #   5. Algorithm 1 always normalises targets; in Section 1 they are plain pixels on CIFAR and
 #      Tiny-ImageNet. The release accepts norm_pix_loss and ignores it; here it works.
 #   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding.
 #      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release
 #      also keeps the MAE's decoder embedding, but never uses it.
-#   7. The paper mixes within the batch, as does `forward` without partners. train.py draws partners
+#   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 has "MAE's specifications", so blr 1.5e-4; we follow Table 1, which
 #      has 1e-3. To classify, Section 1 has mask ratio 0.75 (our default) and `--norm_pix_loss`; for
