@@ -8,7 +8,8 @@ Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearc
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = masked
-    with G extra tokens: tokens (B,1+K+G,D): first the class token, then patches, then extra tokens
+    The first token is the class token, a learned one that belongs to no patch. A ViT can have G
+    more such tokens, the extra tokens. They come after the patches: (B,1+K+G,D)
 """
 
 import math
@@ -52,8 +53,8 @@ def pair(size):
 
 
 def grid_of(img_size, patch_size, **_):
-    """Return the patch grid (h, w). Both sizes are an int or (H, W); other arguments are ignored.
-    Raises InputError unless the patches tile the image."""
+    """Return the patch grid (h, w). Both sizes are an int or (H, W). A config's other arguments are
+    ignored. Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
     require(H % p == 0 and W % q == 0,
             f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}; the nearest multiples are "
@@ -159,7 +160,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
-        noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w)
+        noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w) plus 0 or 1
     elif kind == "block":
         n = 16                                             # rectangles: few images would need more
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
@@ -189,8 +190,8 @@ def masking(noise, mask_ratio):
 
 # ---------------------------------------------------------------------------------- the transformer
 class Attention(nn.Module):
-    """Multi-head self-attention (ViT eq. 5-8), (B,N,dim) -> (B,N,dim). As in the released weights,
-    `qkv` outputs q, k and v concatenated, each with its heads concatenated."""
+    """Multi-head self-attention (ViT eq. 5-8), (B,N,D) -> (B,N,D) with D = dim. As in the released
+    weights, `qkv` outputs q, k and v concatenated, each with its heads concatenated."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -210,7 +211,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an exact GELU in between, applied to the last axis."""
+    """Two linear layers, applied to the last axis, and between them a GELU (not approximated)."""
 
     def __init__(self, dim, hidden_dim):
         super().__init__()
@@ -222,8 +223,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, (B,N,dim) -> (B,N,dim). In training, each image skips the
-    attention with probability drop_path, and likewise the MLP (stochastic depth)."""
+    """A pre-norm transformer block, (B,N,D) -> (B,N,D) with D = dim. In training, each image skips
+    the attention with probability drop_path, and likewise the MLP (stochastic depth)."""
 
     def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
         super().__init__()
@@ -239,8 +240,8 @@ class Block(nn.Module):
 
 
 def init_weights(model):
-    """Initialise linear layers as MAE does (A.1): Xavier-uniform weights (qkv as one matrix), zero
-    biases. The patch embedding is left out: class ViT draws it as the release does."""
+    """Initialise linear layers as in MAE (A.1): Xavier-uniform weights (qkv as one matrix) and zero
+    biases. The patch embedding is left out, because class ViT draws it as the release does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("patch_embed"):
             nn.init.xavier_uniform_(module.weight)
@@ -257,10 +258,9 @@ class ViT(nn.Module):
         img_size, patch_size: int or (H, W) pixels; raises InputError unless patches tile the image
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: width of the MLPs' hidden layer, relative to dim
-        norm: whether the last block is followed by a LayerNorm; False in methods that bring their
-            own norm or have none
-        drop_path: probability of skipping the last block's attention or MLP (stochastic depth); it
-            grows linearly from 0 at the first block
+        norm: put a LayerNorm after the last block; False in methods with their own norm or none
+        drop_path: probability of skipping the last block's attention or MLP (stochastic depth). For
+            other blocks it is smaller: it grows linearly from 0 at the first block
         extra_tokens: number G of learned tokens after the patches (also called register tokens)
     """
 
@@ -290,8 +290,7 @@ class ViT(nn.Module):
     def mask(self, images, noise, mask_ratio):
         """Choose visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), as from masking.
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
-        Raises ValueError if the shape of `noise` does not fit the images, or if a bool mask leaves
-        a different number of patches visible than mask_ratio requires."""
+        Raises ValueError if its shape is not (B,L), or if a bool mask does not leave K visible."""
         B, L = len(images), self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -318,8 +317,8 @@ class ViT(nn.Module):
         return self.patch_embed(patches) + pos                         # (B, K, D) ViT eq. 1
 
     def add_learned_tokens(self, tokens):
-        """Put the class token before tokens (B,K,D), and any extra tokens after them: (B,1+K,D) or,
-        with extra tokens, (B,1+K+G,D)."""
+        """Put the class token before tokens (B,K,D), and any extra tokens after them: (B,1+K,D) or
+        (B,1+K+G,D)."""
         B = len(tokens)
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
         parts = [cls.expand(B, -1, -1), tokens]
@@ -354,10 +353,10 @@ class ViT(nn.Module):
         return normalize_patches(patches)[0] if normalized else patches  # (B, P, p*q*C)
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
-        """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C).
-        If `normalized`, predictions are un-normalised first. Mean and variance come from the true
-        patch by default, which makes the image and its PSNR look better than they are. With
-        `leak_free`, they come from all visible pixels, i.e. from the patches ids_keep (B,K)."""
+        """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C). If
+        `normalized`, predictions are un-normalised first. By default, this uses the mean and
+        variance of the true patch, so that the image and its PSNR look better than they are. With
+        `leak_free`, it uses those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
@@ -376,8 +375,8 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
     def copy_visible(self, decoded, images, mask):
-        """Return the images `decoded` (B,C,H,W) with the visible patches, where mask (B,L) is 0,
-        copied from images (B,C,H,W)."""
+        """Return the images `decoded` (B,C,H,W), but with the visible patches of images (B,C,H,W):
+        those where mask (B,L) is 0."""
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
@@ -425,8 +424,8 @@ def to_released(model):
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
     names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
-    heads: it is `heads` or, by default, looked up in SIZES by width and depth. Raises
-    InputError if the state dict is not from a ViT."""
+    heads: it is `heads`, or that of the entry of SIZES with this width and depth. Raises InputError
+    if the state dict is not from a ViT."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
@@ -448,12 +447,11 @@ def count_extra_tokens(state):
 
 
 def transfer(model, state, grid=None):
-    """Initialise `model` from a state dict that uses this repository's parameter names. The encoder
-    is always loaded; the decoder or head only if all of its names and shapes match. Positions from
-    another `grid` (h, w), by default a square one, are interpolated. Frozen teachers are ignored.
-
-    Returns the names in the model that were not set, and the names in `state` that were not used.
-    Raises InputError if either list has encoder parameters other than norm and extra tokens."""
+    """Initialise `model` from a state dict with our parameter names. The encoder is always loaded.
+    The decoder or head is loaded only if all of its names and shapes match. Positions are
+    interpolated if the state dict's `grid` (h, w), by default square, is not the model's. Frozen
+    teachers are ignored. Returns the names not set in the model, and the names not used from
+    `state`. Raises InputError if either has encoder parameters except norm and extra tokens."""
     own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
     state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
     resized = []
@@ -473,7 +471,7 @@ def transfer(model, state, grid=None):
         raise InputError("; ".join(f"{k}: the file has {a}, the model {b}"
                                    for k, (a, b) in [*zip(wrong, shapes)][:3]))
     rest = {k for k in own.keys() | state.keys() if not k.startswith("encoder.")}
-    if not rest <= fits:                                   # a different decoder or head
+    if not rest <= fits:                                   # another decoder or head: not loaded
         fits -= rest
     model.load_state_dict({k: state[k] for k in fits}, strict=False)
     for name in fits.intersection(resized):
