@@ -388,7 +388,7 @@ def call_features(function, *args):
     call_features,
     sines="sines come before cosines. The cosines should come first.",
     pi="pi is missing.",
-    double="the phase is 2 pi f x. The docstring says pi f x.",
+    double="the phase is 2 pi f c. The docstring says pi f c.",
     linear="the frequencies are linearly spaced. They should be geometrically spaced.",
     open="the last frequency should be sigma itself.",
     mixed="row and column alternate. All frequencies of the row should come first.",
