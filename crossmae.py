@@ -78,8 +78,7 @@ class CrossMAE(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 3b)
         prediction_ratio: fraction of all patches to predict, at most mask_ratio (Table 3c, item 6).
-            Unless --lr is set, the learning rate is multiplied by prediction_ratio / mask_ratio
-            (A.6)
+            Unless --lr is set, prediction_ratio / mask_ratio multiplies the learning rate (A.6)
         norm_pix_loss: predict patches normalised by their own mean and variance
         decoder_dim: width of the decoder (512 as in MAE: A.6, item 9)
         decoder_depth: number of decoder blocks (Table 3e)
@@ -313,12 +312,12 @@ def decoder_attention(mae, images):
 #   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
 #      and values. Sec. 4.4 swaps the roles, without class token; Figure 4a says keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
-#      norm. A.3's norms before mixing are not implemented: they are no better. For "last" (one map in
+#      norm. We leave out A.3's norms before mixing, which are no better. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
-#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has one
-#      projection (Table 9), which all decoder blocks share.
-#   8. Table 3d does not count the input, or list maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
+#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. For each map, all
+#      decoder blocks share one projection (Table 9).
+#   8. Table 3d neither counts the input nor lists maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
 #      decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
@@ -328,4 +327,4 @@ def decoder_attention(mae, images):
 #  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. It says Table 2
 #      for Table 3, and Sec. 3.4 for the learning rate scaling of Sec. 3.3. B.2's ratios are of all
 #      patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in inter-
-#      block attention, but repeat accuracies and minutes of CrossMAE (0.25) and (0.75) in Table 4.
+#      block attention, but repeat the numbers of CrossMAE (0.25) and (0.75) in Table 4.

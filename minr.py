@@ -46,8 +46,8 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, called "paper" below. Defaults follow this summary, e.g. 182 x 182 pixels in a grid
-    of 14 x 14 patches (item 1). Where it gives no value, they follow the release.
+    the paper, called "paper" below. Defaults follow this summary, e.g. a grid of 14 x 14 patches
+    (item 1). Where it gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -66,8 +66,8 @@ class MINR(nn.Module):
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate at random within its pixel, as generalized-MINR
-            does except on CelebA (item 10). Without this, larger renderings show a grid
+        coord_jitter: in training, move each coordinate at random within its pixel (item 10).
+            Without this, larger renderings show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
@@ -136,8 +136,7 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Mask and encode images (B,C,H,W) (item 2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
-        also uses the weight tokens as features: the loss does not train the last block's patch
-        tokens."""
+        also uses them as features: the loss does not train the last block's patch tokens."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -256,16 +255,16 @@ class MINR(nn.Module):
 
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
-# For GINR we follow generalized-MINR, for TransINR trans-MINR (the former has other settings).
+# For GINR we follow generalized-MINR. It also has TransINR, but for that we follow trans-MINR.
 #   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
 #      pixels. These are also our tokens; the release's tokens are patches of 9 x 9 pixels.
-#   2. As in the release, masked patches become zero. There each is masked with probability 0.75
-#      (by default, generalized-MINR masks none); we mask the same number in every image.
+#   2. As in the release, masked patches become zero. It masks each patch with probability 0.75
+#      (generalized-MINR: 0 by default); we mask the same number in every image.
 #   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
-#   5. As in the release, weight columns are scaled to length 1 in all layers (we know of no reason),
-#      and `out_bias` is added to the colours.
+#   5. As in the release, the weights of all layers have columns of length 1 (we know of no reason),
+#      and colours get out_bias.
 #   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
 #      positions and a class token. Neither has a final norm.
 #   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
@@ -274,6 +273,6 @@ class MINR(nn.Module):
 #   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
 #      it. GINR predicts 65,536 numbers for one full-rank layer, TransINR 66,304 for all five.
 #   9. As in generalized-MINR, weights (a,b) are drawn like PyTorch's linear layers, but transposed:
-#      the bound is 1/sqrt(outputs) (trans-MINR: 1/sqrt(inputs), and uniform biases). Columns are
-#      normalised, so the scale matters only relative to the learning rate.
-#  10. generalized-MINR moves coordinates anew for each image, `coord_jitter` for each batch.
+#      the bound is 1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
+#      Columns are normalised, so the scale matters only relative to the learning rate.
+#  10. `coord_jitter` moves coordinates per batch, generalized-MINR per image and not on CelebA.
