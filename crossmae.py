@@ -315,8 +315,8 @@ def decoder_attention(mae, images):
 #      norm. We leave out A.3's norms before mixing, which are no better. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
-#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. For each map, all
-#      decoder blocks share one projection (Table 9).
+#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. All decoder
+#      blocks share the projections, one per map (Table 9).
 #   8. Table 3d neither counts the input nor lists maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
 #      decoder_dim 256 and decoder_heads 8: set these flags.
