@@ -105,7 +105,7 @@ class CrossMAE(nn.Module):
                  decoder_depth=12, decoder_heads=16, feature_maps="all", include_input=True,
                  self_attention=False, softmax_weights=False, project_maps=False):
         super().__init__()
-        self.inter_block = feature_maps != "last"          # mix feature maps (Sec. 3.4)?
+        self.inter_block = feature_maps != "last"          # whether to mix maps (Sec. 3.4)
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads,
                            norm=not self.inter_block)                  # item 5
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
@@ -310,7 +310,7 @@ def decoder_attention(mae, images):
 #      block` always predicts the rectangles that were masked first, and a bool mask always predicts
 #      the masked patches that come last in raster order.
 #   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
-#      and values. Sec. 4.4 swaps the roles, without class token; Figure 4a says keys and queries.
+#      and values. Sec. 4.4 swaps roles and omits the class token; Figure 4a says keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
 #      norm. We leave out A.3's norms before mixing, which are no better. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
@@ -324,7 +324,7 @@ def decoder_attention(mae, images):
 #      below the mask ratio, more queries then attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
-#  12. Errata: A.6 gives the ratio 0.75 for Table 1, which also has rows with 0.25. It says Table 2
-#      for Table 3, and Sec. 3.4 for the learning rate scaling of Sec. 3.3. B.2's ratios are of all
-#      patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in inter-
+#  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
+#      "Sec. 3.4" must be Table 3 and Sec. 3.3. In B.2, ratios are of all patches, not of the masked
+#      ones. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in inter-
 #      block attention, but repeat the numbers of CrossMAE (0.25) and (0.75) in Table 4.

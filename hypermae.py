@@ -126,10 +126,10 @@ class HyperMAE(nn.Module):
         return self.T @ self.proj(W)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):
-        """Map coordinates, (B,P,2) or the same (P,2) for all images, to pixels (B,P,p*p*C) with the
-        PaCo-MLP (Sec. 2.2, Algorithm 1). The layer M (B,h,h), an argument (item 7), has no bias. A
-        ReLU follows every layer except the last. Without relu_around_m, no ReLU follows M or the
-        layer before M (item 1)."""
+        """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
+        are (B,P,2), or (P,2) if all images share them. M (B,h,h) is a layer without a bias. It is
+        an argument (item 7). A ReLU follows every layer except the last. Without relu_around_m, no
+        ReLU follows M or the layer before M (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)

@@ -1,4 +1,4 @@
-"""i-MAE: encode a mixture of two images, and separate the two in the latent with linear layers.
+"""i-MAE: encode a mixture of two images, and separate it into two latents with linear layers.
 
 Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own settings for images of up to 64 pixels, and for encoders no wider than micro. They
-    # have no augmentation, as for CIFAR in Table 1
+    # our own settings for images of up to 64 pixels, and for encoders no wider than micro; they
+    # have no augmentation, as on CIFAR in Table 1
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -89,7 +89,7 @@ class IMAE(nn.Module):
                 decoder_embed=nn.Linear(teacher["dim"], decoder_dim))).requires_grad_(False)
 
     def mix_images(self, images, partners, alpha):
-        """Mix images and partners (B,C,H,W); alpha, a number or (B,), is the weight of `images`.
+        """Mix images and partners (B,C,H,W). alpha, the weight of `images`, is a number or (B,).
         Returns mix and (x_1, x_2), subordinate and dominant images, (B,C,H,W) each. If alpha is
         exactly 0.5, `images` are subordinate (item 3). Raises ValueError if the shapes differ."""
         if partners.shape != images.shape:
@@ -109,8 +109,8 @@ class IMAE(nn.Module):
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
     def decode(self, z, ids_keep, ids_mask, P):
-        """Predict the last P patches in noise order from a latent z (B,1+K,E): (B,P,p*p*C). P = M
-        gives the masked patches, P = L all patches. (As in mae.py, but z is already embedded.)"""
+        """Predict the last P patches, sorted by noise, from a latent z (B,1+K,E): (B,P,p*p*C). P is
+        M for the masked patches, L for all. (This is as in mae.py, but z is already embedded.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
                             z[:, 1:] + pos[ids_keep],                  # (B, K, E) visible patches
@@ -128,9 +128,9 @@ class IMAE(nn.Module):
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E)
 
     def forward(self, images, noise=None, partners=None, alpha=None):
-        """Return loss and metrics for normalised images and partners (B,C,H,W). noise (B,L) is
-        random by default. Partners are Algorithm 1's perm(img), by default each image's predecessor
-        in the batch (item 7). The weight of `images` is alpha, a number or (B,), drawn by default.
+        """Return loss and metrics for normalised images and partners (B,C,H,W). Partners are
+        Algorithm 1's perm(img), by default each image's predecessor in the batch (item 7). noise
+        (B,L) and alpha, the weight of `images`, are drawn by default. alpha is a number or (B,).
 
         The loss, a float32 scalar, adds two mean squared errors for each branch: over its image's
         masked patches and, times distill_weight, between its latent and the teacher's (items 1, 2,
@@ -222,8 +222,8 @@ class IMAE(nn.Module):
             "true subordinate image, true dominant image", torch.stack(rows))}
 
     def latents(self, images, alpha, names):
-        """Mix each of the images (N,C,H,W) with its predecessor. alpha is the weight of the image;
-        up to 0.5, it is subordinate. Returns a dict of latents; `names` has a NAME per branch:
+        """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha, and is
+        subordinate up to alpha 0.5. Returns a dict of latents; `names` has a NAME per branch:
 
             mixed          (N,1+K,D)   the encoder's output for the mixture
             branch NAME    (N,1+K,E)   z_i, the branch's latent
@@ -303,11 +303,11 @@ def ridge_r2(x, y, x_val, y_val, weight=1e-3):
 
 # ------------------------------------------------------------------- what train.py needs for pairs
 def draw_partners(indices, labels, same_class, generator):
-    """Draw partners (n,) for the images `indices` (n,), out of N images with labels (N,). Without
-    same_class, any other image can be drawn. With it, this is semantics-enhanced sampling (Section
-    1, Table 2): a fraction r = same_class of the partners have the image's class, the others do
-    not. Image k of `indices` gets a partner of its class, a mate, if floor((k+1) r) > floor(k r).
-    This spreads mates evenly over batches."""
+    """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
+    the partners' indices (n,). Without same_class, any other image can be drawn. With same_class r,
+    a fraction r of the partners have the image's class, and the others do not. This is semantics-
+    enhanced sampling (Section 1, Table 2). Image k of `indices` gets a mate, i.e. a partner of its
+    class, if floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 
@@ -377,7 +377,7 @@ def teacher_of(checkpoint, config):
 #      also keeps the MAE's decoder embedding, but never uses it.
 #   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
-#   8. On ImageNet, Section 1 has "MAE's specifications", so blr 1.5e-4; we follow Table 1, which
-#      has 1e-3. To classify, Section 1 has mask ratio 0.75 (our default) and `--norm_pix_loss`; for
-#      figures, 0.5 and plain targets. Other settings are MAE's, e.g. 800 epochs (release: 400).
+#   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
+#      has 1e-3. To classify, Section 1 has mask ratio 0.75 (our default) and `--norm_pix_loss`. For
+#      figures, it has 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
 #   9. In figures, the release pastes in the visible patches of x_1; we paste in the mixture's.

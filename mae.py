@@ -87,8 +87,8 @@ class MAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
-        """Return loss and metrics for normalised images (B,C,H,W). Patches are sorted by noise
-        (B,L), random by default; the paper calls this shuffling. The loss, a float32 scalar, is the
+        """Return loss and metrics for normalised images (B,C,H,W). By default, noise (B,L) is
+        random; sorting patches by it is the paper's shuffling. The loss, a float32 scalar, is the
         mean squared error over the masked patches; metrics is {"loss": the detached loss}."""
         # so few stay visible that masked patches cannot be copied from them (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
@@ -123,7 +123,7 @@ class MAE(nn.Module):
 #      Self-attention is permutation-equivariant, so we leave them sorted by noise.
 #   2. Both embed all patches and then drop the masked ones; we embed only the visible ones. The
 #      released head always predicts all patches; in training ours predicts only the masked ones.
-#   3. Sec. 3 does not define a patch's variance. We use the release's: unbiased, plus 1e-6.
+#   3. Sec. 3 does not define a patch's variance. We take the release's: unbiased, plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
 #   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
 #      projection keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.

@@ -5,7 +5,7 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 Wang, ECCV 2022) and GINR (Kim et al., CVPR 2023); https://github.com/kakaobrain/ginr-ipc has both.
 
 An implicit neural representation (INR) of an image is an MLP that maps coordinates to colours. Here
-a ViT reads an image with 75% of its patches set to zero, and learned weight tokens. Its outputs for
+a ViT reads learned weight tokens and an image where 75% of the patches are zero. Its outputs for
 the weight tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
 
     B images, L patches, K visible, D encoder width, N rendered pixels. Layer i of the MLP has a_i
@@ -171,9 +171,9 @@ class MINR(nn.Module):
         return layers
 
     def decode(self, coords, layers):
-        """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C) at coordinates
-        (N,2), shared by all images, or (B,N,2). With (N,2), the layers before the first modulated
-        one run once for all images. Colours are float32, even under autocast."""
+        """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C), in float32 even
+        under autocast. coords are (B,N,2), or (N,2) if all images share them. With (N,2), the
+        layers before the first modulated one run only once."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -183,8 +183,8 @@ class MINR(nn.Module):
         return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
     def sample_pixels(self, images, mask):
-        """Choose the pixels of images (B,C,H,W) for the loss: all or, in training, a random
-        pixel_fraction, the same for all images. Returns their coordinates (N,2), their colours
+        """Choose the pixels of images (B,C,H,W) for the loss. In training, a random pixel_fraction
+        is chosen, the same pixels in all images. Returns their coordinates (N,2), their colours
         (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves coordinates.
         PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size

@@ -162,7 +162,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w) plus 0 or 1
     elif kind == "block":
-        n = 16                                             # rectangles: few images would need more
+        n = 16                                             # rectangles; few images would need more
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area = 0.1 + 0.3 * area                            # a fraction of the image's area
@@ -255,7 +255,7 @@ class ViT(nn.Module):
     tokens, if any, come last: (B,1+L+G,dim).
 
     Args:
-        img_size, patch_size: int or (H, W) pixels; raises InputError unless patches tile the image
+        img_size, patch_size: int or (H, W), in pixels; the patches must tile the image
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: width of the MLPs' hidden layer, relative to dim
         norm: put a LayerNorm after the last block; False in methods with their own norm or none
