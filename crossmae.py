@@ -318,8 +318,8 @@ def decoder_attention(mae, images):
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. All decoder
 #      blocks share the projections, one per map (Table 9).
 #   8. Table 3d neither counts the input nor lists maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
-#   9. For all ViTs, A.6 uses MAE's decoder width, 512, our default. For ViT-S, the release uses
-#      decoder_dim 256 and decoder_heads 8: set these flags.
+#   9. For all ViTs, A.6 uses MAE's decoder width, and so do we: 512 by default. For ViT-S, the
+#      release uses decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
 #      below the mask ratio, more queries then attend to one another than in training.
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
