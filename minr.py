@@ -25,7 +25,7 @@ from vit import ViT, pair, require
 
 
 def grid_coords(size, device=None):
-    """Return the centres (H*W,2) of H x W cells, (row, column) in [-1, 1]. (Same in hypermae.py.)"""
+    """Return the centres (H*W,2) of H x W cells, (row, column) in [-1, 1] (same in hypermae.py)."""
     H, W = size
     row = (2 * torch.arange(H, device=device) + 1) / H - 1             # (H,)
     col = (2 * torch.arange(W, device=device) + 1) / W - 1             # (W,)
