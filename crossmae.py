@@ -6,12 +6,12 @@ Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLian
 In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
 Here each mask token is a query that attends only to encoder tokens, so no prediction depends on the
 others. The loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
-cost nothing. Each decoder block attends to its own learned mix of feature maps. These are the
-tokens that enter the encoder's first block, and those that leave each block.
+cost nothing. Feature maps are the encoder's tokens before its first block and after each block;
+each decoder block attends to its own learned mix of them.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
     side, n feature maps f_1 ... f_n; w (decoder depth,n): their weights in the mixes t_1, t_2, ...
-    images (B,C,H,W) -> visible patches (B,K,D) -> maps (n,B,1+K,D) -> mixes (B,1+K,D) each
+    images (B,C,H,W) -> visible tokens (B,K,D) -> maps (n,B,1+K,D) -> mixes (B,1+K,D) each
     queries (B,P,E) -> decoder blocks, where block k attends to mix t_k -> pixels (B,P,p*p*C)
 """
 
@@ -84,8 +84,8 @@ class CrossMAE(nn.Module):
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
         feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list of
-            indices from 0 that includes the last block, e.g. 3,7,11. With "last", the decoder gets
-            only the last block's output, unmixed (Table 3d, item 8)
+            blocks, counted from 0, that includes the last, e.g. 3,7,11. With "last", the decoder
+            gets only the encoder's output (Table 3d, items 5, 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
@@ -95,7 +95,7 @@ class CrossMAE(nn.Module):
     recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -120,7 +120,7 @@ class CrossMAE(nn.Module):
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
         # A.6: lr = gamma base_lr batchsize / (256 p), gamma: prediction ratio, p: mask ratio
-        self.lr_scale = prediction_ratio / mask_ratio                  # item 12
+        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
@@ -137,7 +137,7 @@ class CrossMAE(nn.Module):
                     f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
                     f"{depth - 1} that includes {depth - 1}")
             # indices into ViT.feature_maps's list, which starts with the input (Sec. 3.4, A.5)
-            self.map_ids = [0] * include_input + [block + 1 for block in sorted(blocks)]
+            self.map_ids = ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
             n = len(self.map_ids)
             self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
             if project_maps:
@@ -158,10 +158,10 @@ class CrossMAE(nn.Module):
         return w.softmax(dim=1) if self.softmax_weights else w  # (decoder depth, n) Table 8, item 7
 
     def encode(self, images, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of images. Returns a list that has, for each
-        decoder block, the tokens (B,1+K,D) to attend to. With inter-block attention (Sec. 3.4,
-        A.3), each decoder block gets its own mix of the feature maps, after a norm of its own
-        (item 5). Without it, every decoder block gets the encoder's output."""
+        """Encode the visible patches ids_keep (B,K) of images. Returns a list: for each decoder
+        block, the tokens (B,1+K,D) that it attends to. With inter-block attention (Sec. 3.4, A.3),
+        each decoder block gets its own mix of the feature maps, normalised by its own norm (item
+        5). Without it, every decoder block gets the encoder's output."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -185,8 +185,8 @@ class CrossMAE(nn.Module):
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
         default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
-        metrics is {"loss": the detached loss}. If masks are random and self_attention is off, the
-        loss is an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
+        metrics is {"loss": the detached loss}. With the default noise and no self_attention, it is
+        an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -197,8 +197,8 @@ class CrossMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        1 = masked. All patches are predicted, though the loss ignores the visible ones. leak_free
-        un-normalises without the true patches' mean and variance (see ViT.paste_patches)."""
+        1 = masked. All patches are predicted, though the loss ignores visible and skipped ones.
+        leak_free un-normalises without the true mean and variance (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
@@ -214,8 +214,8 @@ class CrossMAE(nn.Module):
     # ----------------------------------------------------------------- what the paper analyses
     def contributions(self, images, noise):
         """Split the predictions for all masked patches into a sum of contributions, as in Appendix
-        D (item 11): (1+decoder depth,B,M,p*p*C). The first is that of mask token and position, with
-        the biases of norm and head; the others are the decoder blocks'. Also returns ids_keep and
+        D (item 11): (1+decoder depth,B,M,p*p*C). The first comes from mask token, position and the
+        biases of norm and head, the others from the decoder blocks. Also returns ids_keep and
         ids_mask. Here f_i is the output of decoder block i, not a feature map."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
@@ -248,8 +248,8 @@ class CrossMAE(nn.Module):
             cells.append(paste(grey, part, ids_mask, ids_keep))
         cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
         figures = {"contributions": (
-            "visible patches; contribution of mask token and position; one per decoder block; "
-            "their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
+            "visible patches; contributions of mask token and position, then of each decoder "
+            "block; their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
         if self.inter_block:
             w = self.map_weights()                                     # (decoder depth, n)
             values = (127.5 + 127.5 * w / w.abs().max()).expand(1, len(self.mean), -1, -1)
@@ -264,9 +264,9 @@ class CrossMAE(nn.Module):
 def decoder_attention(mae, images):
     """Measure what mask tokens attend to in an MAE's decoder (Table 6, the paper's starting point).
     Images (N,C,H,W) are normalised. Returns {title: rows}, a row for each decoder block and one for
-    their sum. A row has the attention that a mask token pays to one visible token (or the class
-    token) and to one mask token. This attention is averaged over attending tokens, attended tokens
-    and images, and summed over heads. A row also has the share that goes to all visible tokens.
+    their sum. A row has the attention from one mask token to one visible (or class) token and to
+    one mask token, averaged over tokens and images and summed over heads. It also has the share
+    that goes to all visible tokens.
 
     A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
     visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
@@ -276,13 +276,15 @@ def decoder_attention(mae, images):
     attended = 0                                           # mean over images, summed part by part
     for part, part_noise in zip(images.split(100), noise.split(100)):
         ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
-        x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)    # (B, 1+L, E)
+        # (B, 1+L, E), the mask tokens last
+        x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)
         to_each = []
         for block in mae.decoder_blocks:
             q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)   # (B, 1+L, E) each
-            q = q[:, seen:].unflatten(2, (block.attn.heads, -1)).transpose(1, 2)
+            q = q[:, seen:].unflatten(2, (block.attn.heads, -1))       # (B, M, heads, E/heads)
             k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, E/heads)
-            scores = q @ k.transpose(2, 3) / k.shape[3] ** 0.5         # (B, heads, M, 1+L)
+            # (B, heads, M, 1+L)
+            scores = q.transpose(1, 2) @ k.transpose(2, 3) / k.shape[3] ** 0.5
             # softmax: ViT eq. 6; mean over mask tokens and images, sum over heads: (1+L,)
             to_each.append(scores.softmax(dim=-1).mean(2).sum((0, 1)) / len(images))
             x = block(x)                                               # (B, 1+L, E)
@@ -304,20 +306,20 @@ def decoder_attention(mae, images):
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
 #   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others are predicted. With L = 64 and
-#      ratios 0.75 and 0.15, these are 10 patches, not int(9.6) = 9.
+#      ratios 0.75 and 0.15, 10 patches are predicted, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is
-#      uniform for random masks and, at 75%, for grid masks (Table 15: `--mask grid`). But `--mask
+#      uniform for random masks and, at 75% and even h and w, for grid masks (Table 15). But `--mask
 #      block` always predicts the rectangles that were masked first, and a bool mask always predicts
 #      the masked patches that come last in raster order.
 #   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
-#      and values. Sec. 4.4 swaps roles and omits the class token; Figure 4a says keys and queries.
+#      and values. In Sec. 4.4, visible tokens are queries; in Figure 4a, keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
 #      norm. We leave out A.3's norms before mixing, which are no better. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
-#   6. The prediction ratio is 0.75 by default, as in Sec. 4.2; Appendix C calls 0.25 the default.
+#   6. By default the prediction ratio is 0.75, as in Sec. 4.2; Appendix C seems to say 0.25.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. All decoder
 #      blocks share the projections, one per map (Table 9).
-#   8. Table 3d neither counts the input nor lists maps; 3,7,11 and 1,3,5,7,9,11 are evenly spaced.
+#   8. Table 3d neither lists its maps nor counts the input; 3,7,11 would be evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, and so do we: 512 by default. For ViT-S, the
 #      release uses decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
@@ -325,6 +327,6 @@ def decoder_attention(mae, images):
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
 #  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
-#      "Sec. 3.4" must be Table 3 and Sec. 3.3. In B.2, ratios are of all patches, not of the masked
-#      ones. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in inter-
-#      block attention, but repeat the numbers of CrossMAE (0.25) and (0.75) in Table 4.
+#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches"
+#      must be of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5
+#      differ in inter-block attention, but repeat the numbers of Table 4's CrossMAE.

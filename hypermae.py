@@ -1,16 +1,16 @@
-"""HyperMAE: a ViT predicts one layer of a small MLP, which maps patch coordinates to pixels.
+"""HyperMAE: a ViT predicts one layer of a small MLP from patch coordinates to pixels.
 
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
 Release: https://github.com/cvlab-stonybrook/HyperMAE
 
-The encoded visible patches and a few learned vectors, the weight tokens, go through some ViT blocks
-(Feat2W). The weight tokens then become a matrix M, one layer of an MLP (PaCo-MLP) that maps the
+Some ViT blocks (Feat2W) read the encoded visible patches and a few learned weight tokens. Their
+outputs at the weight tokens become a matrix M, one layer of an MLP (PaCo-MLP) that maps the
 coordinates of a patch to its pixels. M differs between images; all images share the other layers.
 There are no mask tokens: a masked patch costs one pass through a small MLP.
 
     B images, L patches, K visible, L-K masked, P predicted, p patch side, D encoder width, h width
     of the PaCo-MLP, n weight tokens. T (h,n), a learned matrix, mixes them into the rows of M
-    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
+    images (B,C,H,W) -> visible tokens (B,K,D) -> encoder (B,1+K,D), with weight tokens (B,1+K+n,D)
     -> Feat2W -> M (B,h,h); coordinates (B,P,2) and M -> PaCo-MLP -> pixels (B,P,p*p*C)
 """
 
@@ -32,11 +32,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. From raw
-    coordinates, an MLP would learn only smooth functions. Each coordinate c, the row and then the
-    column, is multiplied by dim/2 frequencies f. They form a geometric sequence from 1 to sigma
-    periods per image: 1 and 8 for dim 4 and sigma 8. Features are float32: half precision cannot
-    hold phases up to pi sigma. (Same in minr.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Row and
+    column are the coordinates c. Each is multiplied by dim/2 frequencies f, in a geometric sequence
+    from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP
+    would learn only smooth functions. Features are float32: half precision cannot hold phases up to
+    pi sigma. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -52,8 +52,8 @@ class HyperMAE(nn.Module):
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of last encoder blocks that also read the weight tokens, and so count
-            as Feat2W's first blocks; each runs once (Table 6)
+        shared_blocks: number of blocks, the encoder's last, that also read the weight tokens; they
+            are Feat2W's first and run once (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
@@ -64,15 +64,15 @@ class HyperMAE(nn.Module):
         loss_on: patches in the loss: masked or all (Table 11)
     """
 
-    recipe = dict(  # Table 12, with the release's crop and flip; for ImageNet-100, batch_size=512
+    recipe = dict(  # Table 12, with the release's crop and flip; ImageNet-100: batch 512 (Sec. 5.4)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=400, warmup_epochs=40, crop=0.2, flip=True)
-    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
-    low_res_config = dict(  # a grid of 8 x 8 patches tells only low frequencies apart (item 5)
+    low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale = 1.0
+    lr_scale = 1.0                                         # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,
@@ -119,7 +119,7 @@ class HyperMAE(nn.Module):
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
         W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0
-        x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) item 4
+        x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
         W = x[:, -n:]                                                  # (B, n, D) W^4
@@ -127,13 +127,13 @@ class HyperMAE(nn.Module):
 
     def decode(self, coords, M):
         """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
-        are (B,P,2), or (P,2) if all images share them. M (B,h,h) is a layer without a bias. It is
-        an argument (item 7). A ReLU follows every layer except the last. Without relu_around_m, no
-        ReLU follows M or the layer before M (item 1)."""
+        are (B,P,2), or (P,2) if all images share them. M (B,h,h) is a layer without a bias. A ReLU
+        follows every layer except the last and, without relu_around_m, except M and the layer
+        before M (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
-        layers.insert(self.modulated_layer, M)             # only so that i counts M as well
+        layers.insert(self.modulated_layer, M)             # not a module; i counts it as well
         for i, layer in enumerate(layers):
             if i == self.modulated_layer:
                 z = z @ M                                              # (B, P, h) matmul(z, M)
@@ -163,7 +163,7 @@ class HyperMAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
         1 = masked. All patches are predicted; the loss includes visible ones only if loss_on is
-        "all". leak_free un-normalises without the true patches' mean and variance."""
+        "all". leak_free: see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
@@ -185,11 +185,11 @@ class HyperMAE(nn.Module):
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight
 #      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
 #      weight tokens come last; in Algorithm 1 they come first. Attention ignores the order.
-#   5. For Algorithm 1's "PositionalEmbedding" to h dimensions we use the release's Fourier features
-#      of the patch centre. There are 2*pe_dim, whatever h is (both are 256 by default). The centres
+#   5. Algorithm 1's "PositionalEmbedding" has h dimensions. Ours, the release's Fourier features of
+#      the patch centre, has 2*pe_dim, whatever h is (both are 256 by default). The centres
 #      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release goes to 1024.
 #   6. Table 3 has plain targets. Ours are normalised by default: accuracy is higher in Table 1.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
-#   8. Sec. 2.2 lets any of the l layers be M, with size h x h. But the last layer must output
+#   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output
 #      pixels. The first layer (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.

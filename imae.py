@@ -47,7 +47,7 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own settings for images of up to 64 pixels, and for encoders no wider than micro; they
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro; they
     # have no augmentation, as on CIFAR in Table 1
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)

@@ -33,11 +33,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. From raw
-    coordinates, an MLP would learn only smooth functions. Each coordinate c, the row and then the
-    column, is multiplied by dim/2 frequencies f. They form a geometric sequence from 1 to sigma
-    periods per image: 1 and 8 for dim 4 and sigma 8. Features are float32: half precision cannot
-    hold phases up to pi sigma. (Same in hypermae.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Row and
+    column are the coordinates c. Each is multiplied by dim/2 frequencies f, in a geometric sequence
+    from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP
+    would learn only smooth functions. Features are float32: half precision cannot hold phases up to
+    pi sigma. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -77,7 +77,7 @@ class MINR(nn.Module):
         # release divides TransINR's learning rate by 10 after 80% of the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # our own settings for images of up to 64 pixels, and for encoders no wider than micro
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro
     low_res_recipe = dict(
         lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
