@@ -723,7 +723,7 @@ def name_run(args, name):
     --resume nor --overwrite is given."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    require(args.resume or args.overwrite or not (folder / "last.pt").exists(),
+    require(args.resume or args.overwrite or not (folder / "log.jsonl").exists(),
             f"{folder} already holds a run: --resume continues it, --overwrite replaces it, --name "
             f"NAME starts a new one")
 
@@ -813,14 +813,19 @@ def initialize(model, content, path):
 
 def resume(last, model, optimizer, scaler, content, args):
     """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
-    changed. Raises InputError if the model or the optimizer has changed. Returns [] if nothing is
-    resumed. Without --resume, also deletes the last.pt of an earlier run."""
+    changed. Raises InputError if the model or the optimizer has changed. If nothing is resumed,
+    takes the name of the run by creating log.jsonl, deletes any last.pt, and returns []."""
     saved = read_checkpoint(last) if args.resume and last.exists() else None
-    epoch = saved["epoch"] if saved else -1
-    require(mean_over_processes({"epoch": epoch}, args.world, args)["epoch"] == epoch,
-            f"not all processes find the same {last} to resume: --runs must be on a shared disk")
+    require_same(saved and saved["epoch"], f"not all processes find the same {last} to resume: "
+                                           f"--runs must be on a shared disk", args)
     if not saved:
-        if args.rank == 0:
+        if args.resume:
+            print(f"note    nothing to resume: {last} does not exist, so a new run starts")
+        if args.rank == 0:                                 # now all processes are past name_run
+            try:                                           # of runs that start at once, one wins
+                last.with_name("log.jsonl").touch(exist_ok=args.resume or args.overwrite)
+            except FileExistsError:
+                name_run(args, args.name)                  # raises InputError
             last.unlink(missing_ok=True)                   # so that no later --resume continues it
         return []
     flags = saved["flags"]
@@ -843,7 +848,7 @@ def resume(last, model, optimizer, scaler, content, args):
             setattr(args, name, flags[name])
         else:
             print(f"note    {name} changed from {flags[name]} to {value}")
-    print(f"resumed after epoch {epoch}")
+    print(f"resumed after epoch {saved['epoch']}")
     return saved["history"]
 
 
@@ -900,6 +905,14 @@ def autocast(args):
 def local_part(batch, args):
     """Return this process's part of a tensor of the whole batch."""
     return batch.chunk(args.world)[args.rank]
+
+
+def require_same(value, message, args):
+    """Raise InputError with the message unless all processes have the same value."""
+    values = [value] * args.world
+    if args.world > 1:
+        dist.all_gather_object(values, value)
+    require(values.count(value) == args.world, message)
 
 
 def mean_over_processes(sums, n, args):

@@ -633,7 +633,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
             assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
-def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
+def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
     """Only what was asked for happens to a run. A resumed one has the settings given now."""
     first = pretrain("--resume")                           # nothing to resume: a new run
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
@@ -659,6 +659,23 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys):
         patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         pretrain("--overwrite")
     assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
+    refused(lambda words: pretrain(*words), [], "runs/mae already holds a run")  # it has begun
+    assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
+    assert "nothing to resume: runs/mae/last.pt does not exist" in capsys.readouterr().out
+
+
+def test_of_runs_that_start_at_once_one_has_the_name(pretrain, monkeypatch, refused):
+    """The other one stops before it trains or writes a file, although the name was free at first."""
+    opened, winner = train.open_data, []
+
+    def open_data(*inputs):
+        monkeypatch.setattr(train, "open_data", opened)
+        winner.append(pretrain("--seed", "1"))
+        return opened(*inputs)
+    monkeypatch.setattr(train, "open_data", open_data)
+    refused(lambda words: pretrain(*words), [], "runs/mae already holds a run: --resume continues")
+    assert same(winner[0]["model"], train.read_checkpoint("runs/mae")["model"])
+    assert log() == winner[0]["history"]
 
 
 # ------------------------------------------------------------------------------------- checkpoints
