@@ -34,7 +34,7 @@ import torchvision
 from PIL import Image, ImageOps
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -534,7 +534,11 @@ def open_folder(root, img_size, args):
     Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
     or, without img_size, 223 pixels. Few: with a copy for each process on this machine, all images
     take at most MEMORY bytes in total. Otherwise files are read again in every epoch."""
-    train, val = [ImageDataset(*part) for part in list_folder(root)]
+    parts = list_folder(root)
+    names = [file[len(str(root)):] for files, _, _ in parts for file in files]
+    require_same((len(names), zlib.crc32(os.fsencode("\n".join(names)))),
+                 f"not all processes find the same images in --data {root}", args)
+    train, val = [ImageDataset(*part) for part in parts]
     n = len(train.labels)
     shapes = [train[i][0].shape for i in range(0, n, math.ceil(n / 50))]
     _, high, wide = (max(sides) for sides in zip(*shapes))
@@ -566,18 +570,17 @@ def open_folder(root, img_size, args):
 def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
     from a plain folder, where a hash of the file name selects about 5% of the images for val."""
-    if (root / "train").is_dir():
-        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
-                                         f"--data {root / 'train'} to train without labels")
-        train, val = (ImageFolder(root / part) for part in ("train", "val"))
-        different = sorted({*train.classes} ^ {*val.classes})
-        require(not different, f"--data {root}: only one of train/ and val/ has the class "
-                               f"{', '.join(different[:1])}")
-        return [([file for file, _ in part.samples], part.targets, part.classes)
-                for part in (train, val)]
-    files = sorted(os.path.join(folder, name)
-                   for folder, _, names in os.walk(root, followlinks=True)
-                   for name in names if name.lower().endswith(IMG_EXTENSIONS))
+    folders = [root / "train", root / "val"]
+    if folders[0].is_dir():
+        require(folders[1].is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
+                                     f"--data {folders[0]} to train without labels")
+        train, val = (class_folders(folder, [root, *folders]) for folder in folders)
+        different = sorted({*train[2]} ^ {*val[2]})
+        require(not different, f"--data {root}: only one of train/ and val/ has images of the "
+                               f"class {', '.join(different[:1])}")
+        require(train[2], f"--data {root}: train/ and val/ need class folders with images")
+        return [train, val]
+    files = find_images(root, [])
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
                             f"at least two are needed")
     names = [Path(file).relative_to(root).as_posix() for file in files]
@@ -587,6 +590,29 @@ def list_folder(root):
     train = [file for file, code in zip(files, codes) if code > limit]
     val = [file for file, code in zip(files, codes) if code <= limit]
     return [(part, [-1] * len(part), []) for part in (train, val)]
+
+
+def class_folders(folder, outer):
+    """Return (files, labels, classes) of the class folders with images in a folder."""
+    found = {name: find_images(folder / name, outer) for name in sorted(os.listdir(folder))}
+    classes = [name for name, files in found.items() if files]
+    labels = [i for i, name in enumerate(classes) for _ in found[name]]
+    return [file for name in classes for file in found[name]], labels, classes
+
+
+def find_images(root, outer):
+    """Return the sorted names of the image files in a folder, its subfolders and links to folders.
+    No folder is read twice, and none of `outer`: a link may lead back to a folder that holds it."""
+    files, seen = [], {*map(os.path.realpath, outer)}
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders.sort()                                     # alike on all machines
+        if os.path.realpath(folder) in seen:
+            folders.clear()                                # os.walk goes no deeper
+            continue
+        seen.add(os.path.realpath(folder))
+        files += [os.path.join(folder, name) for name in names
+                  if name.lower().endswith(IMG_EXTENSIONS)]
+    return sorted(files)
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder

@@ -45,8 +45,9 @@ train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
 train | --lr nan                               | --lr ; nan must be finite, from 0 to inf
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
+train | --data unsorted                        | unsorted: train/ and val/ need class folders
 train | --data no_val                          | no_val has train/ but no val/ ; --data no_val/train
-train | --data differ                          | only one of train/ and val/ has the class b
+train | --data differ                          | only one of train/ and val/ has images of
 train | --name mae --data shapes               | runs/mae already holds a run ; --resume ; --over
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
 is 1; heads was 2, is 1. Its command was python
@@ -81,7 +82,8 @@ def furnished(tmp_path_factory):
                              ("other/val", "cd", 2), ("differ/train", "ab", 2),
                              ("differ/val", "ac", 2)):
         write_pictures(root / part, classes, n)
-    (root / "empty").mkdir()
+    for name in ("empty", "unsorted/train/.hidden", "unsorted/val"):
+        (root / name).mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for name, words in (("mae", []), ("imae", ["--method", "imae", "--teacher", "runs/mae"])):

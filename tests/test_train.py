@@ -26,7 +26,8 @@ from torchvision.transforms import v2
 import finetune
 import train
 from mae import MAE
-from tests.conftest import DECODER, ROOT, TINY, same, script, settings, together, write_pictures
+from tests.conftest import (DECODER, ROOT, TINY, ended, fork, same, script, settings, together,
+                            torchrun, write_pictures)
 from tests.golden import load
 from tests.test_methods import BASE, flags
 from vit import InputError, denormalize, from_released, pair, patchify
@@ -115,6 +116,20 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     assert names(moved) == [part, val]
     (moved / "A.JPG").touch()
     assert sum(map(len, names(moved))) == 601
+
+
+def test_links_to_folders(tmp_path):
+    """A link may lead back to a folder that holds it, or to one that is found anyway: no image is
+    found twice. Other links are followed, also from class to class."""
+    for root, part in (("flat", ""), ("classes", "train"), ("classes", "val")):
+        write_pictures(tmp_path / root / part, "ab", 5, side=1)
+        (tmp_path / root / part / "a/loop").symlink_to(tmp_path / root)
+        (tmp_path / root / part / "a/other").symlink_to("../b")
+    (train_files, *_), (val_files, *_) = train.list_folder(tmp_path / "flat")
+    assert len({*map(os.path.realpath, train_files + val_files)}) == 10
+    assert len(train_files + val_files) == 10
+    for files, labels, classes in train.list_folder(tmp_path / "classes"):
+        assert len({*files}) == 15 and labels == [0] * 10 + [1] * 5 and classes == ["a", "b"]
 
 
 def test_the_size_is_of_a_sample(tmp_path):
@@ -272,6 +287,19 @@ def test_cifar_is_downloaded_once_on_each_disk(tmp_path, monkeypatch, shared):
     assert train.read_checkpoint(next(Path().rglob("last.pt")))["config"]["img_size"] == (32, 32)
     assert [str(path) for path in sorted(Path().rglob("data"))] == (
         ["data"] if shared else ["node0/data", "node1/data"])
+
+
+def test_machines_whose_images_differ(tmp_path, monkeypatch):
+    """One name that differs is enough: indices would mean other images. All stop."""
+    monkeypatch.chdir(tmp_path)
+    for node, name in (("node0", "0.png"), ("node1", "00.png")):
+        write_pictures(Path(node, "data"), "x", 9)
+        Path(node, "data/x/0.png").rename(Path(node, "data/x", name))
+    process = fork(partial(torchrun, processes=4), on_nodes, False, "train.py", "--data", "data",
+                   *TINY, *DECODER)
+    code, lines = ended(process)
+    assert code != 0 and any("the same images in --data data" in line for line in lines), lines
+    assert not [*Path().rglob("runs")]
 
 
 def test_cifar(tmp_path, monkeypatch):
@@ -665,7 +693,7 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
 
 
 def test_of_runs_that_start_at_once_one_has_the_name(pretrain, monkeypatch, refused):
-    """The other one stops before it trains or writes a file, although the name was free at first."""
+    """The other stops before it trains or writes a file, although the name was free at first."""
     opened, winner = train.open_data, []
 
     def open_data(*inputs):
