@@ -344,8 +344,8 @@ def apply_recipe(args, recipe, low_res, config, n):
         print(f"note    batch size {args.batch_size} instead of {usual}: only {n} training images")
     if "lr" not in given and ("blr" in given or args.lr is None):
         args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
-    if "warmup_epochs" not in given and 2 * args.warmup_epochs > args.epochs > 0:
-        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])   # shortened like the run
+    if "warmup_epochs" not in given:                       # shortened like the run
+        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])
     require(args.warmup_epochs <= args.epochs or args.epochs == 0,
             f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
 
@@ -835,6 +835,10 @@ def initialize(model, content, path):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
+    for name in ("mean", "std"):
+        was, now = tuple(content[name]), tuple(getattr(model, name))
+        if was != now:                                     # MINR's input is not normalised
+            print(f"note    {path} was trained on images normalised with {name} {was}, not {now}")
 
 
 def resume(last, model, optimizer, scaler, content, args):
@@ -1071,7 +1075,8 @@ def add_recipe(parser, title, recipe, low_res):
     add("schedule", "learning rate after the warmup: cosine or constant",
         choices=("cosine", "constant"), metavar="X")
     add("epochs", "passes over the training images", type=number(int, 0), metavar="N")
-    add("warmup_epochs", "epochs of linear learning rate warmup", type=positive, metavar="X")
+    add("warmup_epochs", "epochs of linear learning rate warmup; with fewer --epochs than by "
+        "default, fewer in proportion", type=positive, metavar="X")
     add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",
         type=fraction, metavar="X")
     add("flip", "random horizontal flip", action=argparse.BooleanOptionalAction)

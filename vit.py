@@ -56,9 +56,9 @@ def grid_of(img_size, patch_size, **_):
     """Return the patch grid (h, w). Both sizes are an int or (H, W). A config's other arguments are
     ignored. Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
-    require(H % p == 0 and W % q == 0,
-            f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}; the nearest multiples are "
-            f"{max(p, H - H % p)}x{max(q, W - W % q)} and {H + (-H) % p}x{W + (-W) % q}")
+    near = [f"{max(p, H - H % p)}x{max(q, W - W % q)}", f"{H + (-H) % p}x{W + (-W) % q}"]
+    require(H % p == 0 and W % q == 0, f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}; "
+                                       f"try {' or '.join(dict.fromkeys(near))}")
     return (H // p, W // q)
 
 

@@ -64,10 +64,15 @@ def test_extra_tokens_travel(pretrain, folder, capsys):
     assert finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned", *words[-2:]])
     capsys.readouterr()
     pretrain("--init", "runs/minr/last.pt")
-    assert "not loaded: biases, encoder.extra_tokens, to_columns" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not loaded: biases, encoder.extra_tokens, to_columns" in said
+    assert "last.pt was trained on images normalised with std (1.0, 1.0, 1.0), not (0.22" in said
     pretrain(*own, "--init", "runs/mae/last.pt", name="b", own=[])
-    assert "newly initialised: biases, encoder.extra_tokens, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "newly initialised: biases, encoder.extra_tokens, " in said
+    assert "normalised with mean (0.485, 0.456, 0.406), not (0.0, 0.0, 0.0)" in said
     pretrain(*own, "--init", "runs/minr/last.pt", "--epochs", "0", name="c", own=[])
+    assert "normalised" not in capsys.readouterr().out
     assert same(train.read_checkpoint("runs/c/last.pt")["model"], state)
 
 

@@ -544,10 +544,13 @@ def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size):
 
 
 def test_a_short_run(dry):
-    """It has a part of the recipe's warmup, but all of one that was given."""
-    words = "--size tiny --epochs 10"
-    assert dry(train.main, words, 224)["warmup_epochs"] == 0.5
-    assert dry(train.main, words + " --warmup_epochs 2.5", 224)["warmup_epochs"] == 2.5
+    """It has a part of the recipe's warmup, in proportion, but all of one that was given."""
+    for words, side, epochs, wanted in (
+            ("--size tiny", 224, (10, 60, 79, 80, 400, 800, 1600), (0.5, 3, 3.95, 4, 20, 40, 40)),
+            ("", 32, (0, 1, 2, 3, 10, 60, 80), (0, 0.1, 0.2, 0.3, 1, 1, 1))):
+        found = [dry(train.main, f"{words} --epochs {n}", side)["warmup_epochs"] for n in epochs]
+        assert found == pytest.approx(wanted)
+    assert dry(train.main, "--epochs 3 --warmup_epochs 2.5", 32)["warmup_epochs"] == 2.5
 
 
 @pytest.mark.parametrize("main, words", [
