@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from glob import glob
+from itertools import chain, islice, tee
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -125,8 +126,10 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         history.append({"epoch": 0})
         evaluate_and_save(history[0])
     write_log()                                            # drop rows that are newer than last.pt
+    batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
     for epoch in range(start, args.epochs):
-        row = train_epoch(epoch, net.train(), optimizer, scaler, train, make_inputs, args)
+        row = train_epoch(epoch, net.train(), optimizer, scaler, batches, n // args.batch_size,
+                          make_inputs, args)
         history.append(row)
         if (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs:
             evaluate_and_save(row)
@@ -138,15 +141,13 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     return history[-1]
 
 
-def train_epoch(epoch, net, optimizer, scaler, train, make_inputs, args):
-    """Train for an epoch and return its row for the log."""
-    totals, steps = {}, len(train.labels) // args.batch_size
-    epoch_seed = hash((args.seed, epoch))                  # integers hash the same everywhere
-    batches = draw_batches(train, steps, epoch_seed, args)
+def train_epoch(epoch, net, optimizer, scaler, batches, steps, make_inputs, args):
+    """Train for an epoch, on the next `steps` batches, and return its row for the log."""
+    totals = {}
     pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
-    bar = tqdm(load_images(train, batches, args, epoch_seed), f"epoch {epoch + 1}/{args.epochs}",
-               steps, unit="img", unit_scale=args.batch_size, leave=False, mininterval=pause,
-               delay=pause, disable=args.rank > 0)
+    bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
+               unit_scale=args.batch_size, leave=False, mininterval=pause, delay=pause,
+               disable=args.rank > 0)
     began = asked = perf_counter()                         # asked: when a batch was last requested
     waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
@@ -206,17 +207,20 @@ def check_finite(loss, weights, scaler, place):
                          f"--lr, and --resume if last.pt exists")
 
 
-def draw_batches(train, steps, seed, args):
-    """Return this process's image indices (b,) for each step of an epoch. For pairs, the indices of
-    all images come first, then those of their partners."""
-    torch.manual_seed(seed)
-    order = torch.randperm(len(train.labels))[:steps * args.batch_size]
-    batches = [local_part(ids, args) for ids in order.split(args.batch_size)]
-    if args.pairs:
-        partners = draw_partners(order, train.labels, args.same_class, torch.default_generator)
-        parts = [local_part(ids, args) for ids in partners.split(args.batch_size)]
-        batches = [torch.cat(both) for both in zip(batches, parts)]
-    return batches
+def draw_keys(train, epochs, args):
+    """Yield the keys (b,2) of this process's images for each step of all epochs: the seed of the
+    image's crop, and its index. For pairs, all images come first, then their partners."""
+    n = len(train.labels)
+    for epoch in epochs:
+        seed = hash((args.seed, epoch))                    # integers hash the same everywhere
+        g = torch.Generator().manual_seed(seed)
+        order = torch.randperm(n, generator=g)[:n - n % args.batch_size]
+        keys = [keys_of(order, seed)]
+        if args.pairs:
+            partners = draw_partners(order, train.labels, args.same_class, g)
+            keys.append(keys_of(partners, seed ^ 1))       # an image is cropped otherwise there
+        for step in zip(*(x.split(args.batch_size) for x in keys)):
+            yield torch.cat([local_part(x, args) for x in step])
 
 
 def learning_rate(t, args):
@@ -460,7 +464,6 @@ class ImageDataset(Dataset):
     def __init__(self, images, labels, classes, transform=None):
         self.images, self.labels = images, torch.as_tensor(labels)
         self.classes, self.transform = classes, transform
-        self.seed = 0                                      # seeds the transform; set each epoch
         self.broken = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
@@ -468,11 +471,11 @@ class ImageDataset(Dataset):
         """Whether `images` is a tensor, not a list of files."""
         return torch.is_tensor(self.images)
 
-    def __getitem__(self, i):
-        """Return image i and its label. Random transforms are seeded from (seed, i)."""
-        image, label = self.read(i)
+    def __getitem__(self, key):
+        """Return image i and its label, for key = (seed, i), which seeds random transforms."""
+        image, label = self.read(key[1])
         # torch.manual_seed would also seed GPUs, which takes 100 times as long
-        torch.default_generator.manual_seed(hash((self.seed, i)))
+        torch.default_generator.manual_seed(hash(key))
         return (self.transform(image) if self.transform else image), label
 
     def read(self, i):
@@ -540,9 +543,9 @@ def open_folder(root, img_size, args):
                  f"not all processes find the same images in --data {root}", args)
     train, val = [ImageDataset(*part) for part in parts]
     n = len(train.labels)
-    shapes = [train[i][0].shape for i in range(0, n, math.ceil(n / 50))]
+    shapes = [train.read(i)[0].shape for i in range(0, n, math.ceil(n / 50))]
     _, high, wide = (max(sides) for sides in zip(*shapes))
-    val[0]                                                 # InputError if no val file can be read
+    val.read(0)                                            # InputError if no val file can be read
     if img_size is not None:
         H, W = img_size
         fits = high <= H and wide <= W
@@ -559,10 +562,11 @@ def open_folder(root, img_size, args):
         dataset.transform = partial(center_crop, img_size=(H, W), fraction=fraction)
         if in_memory:
             batches = torch.arange(len(dataset.labels)).split(WORKER_BATCH)
-            loader = tqdm(file_loader(dataset, batches, args), "reading", leave=False, disable=None)
+            loaded = tqdm(load_images(dataset, map(keys_of, batches), args), "reading",
+                          len(batches), leave=False, disable=None)
             images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
-            for ids, (part, labels) in zip(batches, loader):
-                images[ids], dataset.labels[ids] = part, labels  # a replacement has its own label
+            for (part, labels), ids in zip(loaded, batches):
+                images[ids], dataset.labels[ids] = part.cpu(), labels.cpu()    # replacements' own
             dataset.images, dataset.transform = images, None
     return (train, val), (H, W)
 
@@ -619,31 +623,31 @@ MEMORY = 4 * 1024 ** 3                                     # bytes, see open_fol
 WORKER_BATCH = 64  # images; a batch of 4,096 would delay an epoch by 12 s and take 9.9 GB
 
 
-def file_loader(dataset, batches, args):
-    """Return a DataLoader that yields images (b,C,H,W), uint8, and labels (b,) for each tensor of
-    indices (b,) in `batches`. Workers read and transform the images."""
-    workers = min(args.workers, len(batches))
-    fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
-    return DataLoader(dataset, batch_sampler=[ids.tolist() for ids in batches], num_workers=workers,
-                      pin_memory=args.device.type == "cuda",
-                      multiprocessing_context="fork" if fork else None)
+def keys_of(ids, seed=0):
+    """Return keys (n,2), the arguments of ImageDataset[...], for the indices ids (n,)."""
+    return torch.stack([torch.full_like(ids, seed), ids], dim=1)
 
 
-def load_images(dataset, batches, args, seed=0):
-    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each tensor of indices
-    (b,) in `batches`. Images come from memory or, with a transform, from workers."""
+def load_images(dataset, batches, args):
+    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each tensor of keys (b,2)
+    in `batches`. Images come from memory or, with a transform, from workers, which read ahead."""
     to_device = dict(device=args.device, non_blocking=args.device.type == "cuda")
     if dataset.transform is None:
-        for ids in batches:
+        for keys in batches:
+            ids = keys[:, 1]
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
-    dataset.seed = seed                                    # before workers copy the dataset
-    worker_batches = [part for ids in batches for part in ids.split(WORKER_BATCH)]
-    loaded = iter(file_loader(dataset, worker_batches, args))
-    for ids in batches:
-        parts = [next(loaded) for _ in ids.split(WORKER_BATCH)]
-        yield (torch.cat([images.to(**to_device) for images, _ in parts]),
-               torch.cat([labels.to(**to_device) for _, labels in parts]))
+    batches, again = tee(batches)
+    worker_batches = ([(seed, i) for seed, i in part.tolist()]
+                      for keys in batches for part in keys.split(WORKER_BATCH))
+    first = [*islice(worker_batches, args.workers)]        # no more workers than batches
+    fork = sys.platform == "linux" and first               # elsewhere the system's default
+    loaded = iter(DataLoader(dataset, batch_sampler=chain(first, worker_batches),
+                             num_workers=len(first), pin_memory=args.device.type == "cuda",
+                             multiprocessing_context="fork" if fork else None))
+    for keys in again:
+        parts = [next(loaded) for _ in keys.split(WORKER_BATCH)]
+        yield [torch.cat([x.to(**to_device) for x in part]) for part in zip(*parts)]
 
 
 def val_batches(dataset, args, img_size, most=None):
@@ -653,7 +657,8 @@ def val_batches(dataset, args, img_size, most=None):
     own = order[:most].tensor_split(args.world)[args.rank]
     size = max(1, args.batch_size // (args.world * args.accum))
     batches = own.split(min(250, size)) if len(own) else ()
-    for ids, (images, labels) in zip(batches, load_images(dataset, batches, args)):
+    loaded = load_images(dataset, [keys_of(ids) for ids in batches], args)
+    for ids, (images, labels) in zip(batches, loaded):
         yield ids, v2.functional.resize(images, img_size), labels
 
 

@@ -331,14 +331,14 @@ def test_augmentation_of_an_image(spy):
     drawn, images = spy(finetune.v2, "RandAugment", lambda *words: words), random_images(12)
     (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
     half, _ = augmented(images, erasing=0.5)
-    assert 2 < sum(torch.equal(half[i][0], image) for i, image in enumerate(images)) < 10
+    assert 2 < sum(torch.equal(half[0, i][0], image) for i, image in enumerate(images)) < 10
     crop = train.crop_transform((16, 24), settings())
     mean = torch.tensor([int(255 * m) for m in IMAGENET_MEAN])
     for i, image in enumerate(images):
-        ours, _ = data[i]
-        torch.manual_seed(hash((data.seed, i)))
+        ours, _ = data[5, i]
+        torch.manual_seed(hash((5, i)))
         assert torch.equal(ours, v2.RandAugment(2, 27)(crop(image)))
-        erased, _ = erasing[i]
+        erased, _ = erasing[0, i]
         gone = (erased != image).any(0)
         assert 0.01 < gone.float().mean() < 0.4 and (erased[:, gone].T == mean).all()
     assert drawn[0] == (2, 27)

@@ -164,7 +164,7 @@ def test_files(tmp_path, spy):
     assert size == (8, 16) and isinstance(split.images[0], str)
     assert isinstance(train.open_data(str(tmp_path), (16, 16), settings())[0].images[0], str)
     middle = train.read_image(val.images[3])[:, 1:11, 2:23]            # 7/8 of each side
-    assert torch.equal(val[3][0], v2.functional.resize(middle, (8, 16), Image.BICUBIC))
+    assert torch.equal(val[0, 3][0], v2.functional.resize(middle, (8, 16), Image.BICUBIC))
     ForkingPickler.dumps(split)                            # for workers that are spawned
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
     ForkingPickler.dumps(split)
@@ -172,16 +172,26 @@ def test_files(tmp_path, spy):
 
     asked = spy(train, "DataLoader", lambda *_, num_workers, **__: num_workers)
 
-    def draw(workers, seed):
-        return [*train.load_images(split, batches, settings(workers=workers), seed)]
+    def draw(workers, seed, some=slice(None)):
+        keys = [train.keys_of(ids, seed) for ids in batches[some]]
+        return [*train.load_images(split, keys, settings(workers=workers))]
     (first, labels), (rest, _) = draw(0, seed=1)
     assert first.shape == (150, 3, 8, 16) and rest.shape == (50, 3, 8, 16)
     assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[batches[0]])
-    assert torch.equal(first[149], split[batches[0][149].item()][0])
-    second = draw(0, seed=2)[0][0]
-    assert not torch.equal(first, second)
-    assert torch.equal(draw(2, seed=1)[0][0], first) and torch.equal(draw(2, seed=2)[0][0], second)
-    assert not multiprocessing.active_children() and asked == [0, 0, 2, 2]
+    assert torch.equal(first[149], split[1, batches[0][149].item()][0])
+    (other, _), (second, _) = draw(0, seed=2)
+    assert not torch.equal(first, other)
+    assert torch.equal(draw(2, seed=1)[0][0], first)
+    assert torch.equal(draw(2, seed=2, some=slice(1, 2))[0][0], second)  # 50 images: one worker
+    assert not multiprocessing.active_children() and asked == [0, 0, 2, 1]
+
+
+def test_workers_live_across_epochs(pretrain, spy):
+    """The same workers read the training images of all epochs. Without them the run is the same."""
+    read = spy(train, "DataLoader", lambda data, *_, **__: len(data.images))
+    runs = [pretrain("--img_size", "8", "--workers", n, "--epochs", "3", name=n) for n in "01"]
+    assert read == 2 * [40, 11, 11, 11] and same(*(run["model"] for run in runs))
+    assert not multiprocessing.active_children()
 
 
 def test_reading_one_of_many_files(monkeypatch):
@@ -221,7 +231,8 @@ def test_copies_block_except_on_cuda(folder, spy):
     """MPS has been seen to give garbage otherwise."""
     copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
     split, *_ = train.open_data(str(folder), (8, 8), settings())
-    [*train.load_images(split, torch.arange(8).split(4), settings(device=torch.device("meta")))]
+    keys = train.keys_of(torch.arange(8))
+    [*train.load_images(split, keys.split(4), settings(device=torch.device("meta")))]
     train.METHODS["imae"].draw_alpha(SimpleNamespace(beta=1.0, alpha=None), "meta")
     assert copies and not any(copies)
 
@@ -440,22 +451,33 @@ def test_speed(pretrain, monkeypatch):
     assert row["wait"] == round(5 / row["train_s"], 3)
 
 
+def keys(n, epoch, seed=0, **more):
+    """Return the keys (steps * b, 2) of an epoch on n images."""
+    args = settings(**{"seed": seed, "batch_size": 4, "pairs": False, "same_class": None, **more})
+    split = train.ImageDataset([""] * n, [0] * n, [])
+    return torch.cat([*train.draw_keys(split, [epoch], args)])
+
+
 def test_every_image_has_its_turn():
     """Those that fill no batch are others in each epoch."""
-    split, args = train.ImageDataset([""] * 10, [0] * 10, []), settings(batch_size=4, pairs=False)
-    seen = [torch.cat(train.draw_batches(split, 2, seed, args)).tolist() for seed in range(9)]
+    seen = [keys(10, epoch)[:, 1].tolist() for epoch in range(9)]
     assert all(len({*ids}) == 8 for ids in seen) and {*sum(seen, [])} == {*range(10)}
 
 
-def test_images_are_shuffled(pretrain, spy):
-    """Classes are mixed, in training anew in each epoch and for each seed, and in validation."""
-    seen = spy(train, "load_images", lambda data, batches, *_: batches[0].tolist())
-    pretrain("--batch_size", "20", "--eval_images", "6")
-    first, val, second, again = seen
-    pretrain("--eval_images", "6", "--seed", "1", "--epochs", "1", name="other")
-    assert first != second and val == again == seen[-1] and len(val) == 6
-    assert first[:8] != seen[-2]                           # of the other seed
-    assert all(min(ids) < half <= max(ids) for ids, half in ((first, 20), (second, 20), (val, 6)))
+def test_images_are_shuffled(folder):
+    """In training anew in each epoch and for each seed, and in validation, always alike."""
+    orders = [keys(40, *which)[:, 1] for which in ((0, 0), (1, 0), (0, 1))]
+    assert len(torch.stack([torch.arange(40), *orders]).unique(dim=0)) == 4
+    val = train.open_data(str(folder), None, settings())[1]
+    a, b = (next(train.val_batches(val, settings(), (16, 16), 6))[0] for _ in range(2))
+    assert torch.equal(a, b) and len(a) == 6 and min(a) < 6 <= max(a)  # of both classes
+
+
+def test_crops_of_partners():
+    """An image of a pair and itself as a partner are cropped by other seeds, in each epoch."""
+    seeds = [x for epoch in (0, 1)
+             for x in keys(8, epoch, batch_size=8, pairs=True)[:, 0].chunk(2)]
+    assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
 
 
 @pytest.mark.parametrize("words", ["", "--amp fp16", "--accum 2"])
