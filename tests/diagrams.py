@@ -8,28 +8,28 @@ method's images. In labels, | separates lines. Lines of code begin with `; the R
 import re
 from pathlib import Path
 
-# Images have 4 x 4 patches, numbered row by row. The mask ratio is 0.75.
-PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),   # some: CrossMAE's
+# Images have 4 x 4 patches, numbered row by row. CrossMAE predicts `some` of the masked ones.
+PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),
                masked=(0, 1, 3, 4, 6, 7, 8, 9, 10, 13, 14, 15))
-L, K, P, M = (len(ids) for ids in PATCHES.values())
-WEIGHTS, MAPS = 3, 5                                       # weight tokens, CrossMAE's feature maps
 SIDE, MID, WORDS = 64, 32, 81          # an image's side and centre; y of the words below the images
-COLOURS = dict(  # in light and in dark mode
-    none="none none", ink="#1f2328 #f0f6fc", soft="#59636e #9198a1", line="#818b98 #818b98",
-    grey="#b4bcc5 #59636e", pale="#e6eaef #2a313c", zone="#f6f8fa #151b23", back="#ffffff #0d1117",
-    yellow="#fff3c2 #332b12", blue="#0072b2 #3d9fdb", green="#009e73 #2bc194",
-    orange="#d55e00 #ff8a3d", black="#000000 #000000")
-CLASSES = dict(  # fill and stroke of what is drawn; tokens have one letter
-    ink="ink none", soft="soft none", code="ink none", back="back none", zone="zone none",
-    new="yellow none", rule="none pale", wire="none soft", thin="none line", thick="none orange",
-    block="pale line", frozen="back line", own="orange none", shared="back line", empty="back pale",
-    masked="grey none", a="blue none", b="green none", c="soft none", m="back soft",
-    l="back orange", w="orange none", z="black line")
-STYLE = """.code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
+STYLE = """svg { --ink: #1f2328; --soft: #59636e; --line: #818b98; --grey: #b4bcc5; --pale: #e6eaef;
+--zone: #f6f8fa; --back: #fff; --yellow: #fff3c2; --blue: #0072b2; --green: #009e73;
+--orange: #d55e00 }
+@media (prefers-color-scheme: dark) { svg { --ink: #f0f6fc; --soft: #9198a1; --grey: #59636e;
+--pale: #2a313c; --zone: #151b23; --back: #0d1117; --yellow: #332b12; --blue: #3d9fdb;
+--green: #2bc194; --orange: #ff8a3d } }
+.ink, .code { fill: var(--ink) } .soft, .c { fill: var(--soft) } .masked { fill: var(--grey) }
+.zone { fill: var(--zone) } .new { fill: var(--yellow) } .block { fill: var(--pale) }
+.a { fill: var(--blue) } .b { fill: var(--green) } .w, .own { fill: var(--orange) }
+.back, .empty, .frozen, .shared, .m, .l { fill: var(--back) } .wire { fill: none }
+.wire, .m { stroke: var(--soft) } .rule, .empty { stroke: var(--pale) }
+.thick, .l { stroke: var(--orange) } .thin, .z, .block, .frozen, .shared { stroke: var(--line) }
 .m, .l, .frozen { stroke-dasharray: 2 }
-@media (max-width: 560px) { .title { font-size: 20px } .idea { font-size: 17px } }
+.code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
+@media (max-width: 560px) { .method { font-size: 20px } .sentence { font-size: 17px } }
 """
-# arrow heads, images, and the tokens: class, mask, visible, weight, learned, zero, of a blend
+# arrow heads; images; tokens: a, b visible in the first or second image, x in their blend, c class,
+# m mask, w weight, l weight as learned, z a patch of zeros
 DEFS = """<marker id="head" orient="auto-start-reverse" markerWidth="7" markerHeight="6" refX="5"
 refY="3" markerUnits="userSpaceOnUse"><path class="soft" d="M0 .5 6 3 0 5.5z"/></marker>
 <filter id="blur" x="-.5" y="-.5" width="2" height="2"><feGaussianBlur stdDeviation="3"/></filter>
@@ -40,10 +40,9 @@ d="M-32-32H96V96H-32z"/><path fill="#00694d" d="M8 34 32 10 56 34z"/><path fill=
 d="M-32 54H14V34H50V54H96V96H-32z"/><path fill="#fff" d="M27 42H37V58H27z"/></g>
 <g id="blend"><use href="#hills"/><use href="#house" opacity=".6"/></g>
 <path id="a" d="M0 0h9v9H0z"/><use id="b" href="#a"/><use id="m" href="#a"/><use id="z" href="#a"/>
-<path id="c" d="M0 4.5a4.5 4.5 0 0 1 9 0a4.5 4.5 0 0 1-9 0"/><use id="l" href="#w"/>
-<path id="w" d="M4.5-1 10 4.5 4.5 10-1 4.5z"/>
-<g id="x"><use class="b" href="#a"/><path class="a" d="M0 0h9L0 9z"/></g>
-"""
+<path id="c" d="M0 4.5a4.5 4.5 0 0 1 9 0a4.5 4.5 0 0 1-9 0"/><use id="l" href="#w"/><path id="w"
+d="M4.5-1 10 4.5 4.5 10-1 4.5z"/><g id="x"><use class="b" href="#a"/><path class="a"
+d="M0 0h9L0 9z"/></g>"""
 KEY = dict(a="visible patch", x="blended patch", masked="masked patch", z="masked pixels set to 0",
            c="class token", m="mask token: learned, plus a position", l="weight token, learned",
            w="weight token, encoded", own="made for each image", shared="shared by all images",
@@ -67,14 +66,14 @@ class Drawing:
 
     def __init__(self, detail):
         self.detail, self.parts, self.used = detail, [], set()
-        self.yellow = 132 if detail else 116               # height of an area that differs from MAE
+        self.low = 132 if detail else 116                  # height of an area of the class `new`
 
     def add(self, name, cls, body="", **attributes):
         self.used.add(cls)
         self.parts.append(tag(name, cls, body, **attributes))
 
     def say(self, *labels):
-        """Write labels (x, y, lines) or (x, lines), which are below the images."""
+        """Write labels (x, y, lines), or (x, lines) below the images."""
         for x, *y, lines in labels:
             for i, line in enumerate(lines.split("|")):
                 if line and (self.detail or line[0] != "`"):
@@ -95,13 +94,13 @@ class Drawing:
     def image(self, x, y, which, shown, others="masked", blur="none", size=SIDE):
         """Draw the patches `shown` of an image. The others have the class `others`; if they are
         empty, those that the encoder saw are marked as visible."""
-        rest = {*range(L)} - {*PATCHES[shown]}
+        rest = {*PATCHES["all"]} - {*PATCHES[shown]}
         seen = rest.intersection(PATCHES["visible"] if others == "empty" else [])
+        body = tag("g", "", tag("use", "", href=f"#{which}", filter=blur),
+                   clip_path=f"url(#{shown})") + tag("path", others, d=squares(rest, 1))
+        body += tag("path", "b" if which == "house" else "a", d=squares(seen, 5))
+        self.add("g", "", body, transform=f"translate({x} {y}) scale({size / SIDE})")
         self.used.add(others)
-        self.add("g", "", tag("g", "", tag("use", "", href=f"#{which}", filter=blur),
-                              clip_path=f"url(#{shown})") + tag("path", others, d=squares(rest, 1))
-                 + tag("path", "b" if which == "house" else "a", d=squares(seen, 5)),
-                 transform=f"translate({x} {y}) scale({size / SIDE})")
 
     def tokens(self, x, columns, y=MID):
         """Draw columns of tokens, a letter each. The first is centred on y; all end together."""
@@ -116,26 +115,26 @@ class Drawing:
             self.rect(x + 15 * i, y - height / 2, 8, height, cls, 2.5)
 
     # ---------------------------------------------- parts of several methods, from left to right
-    def encoder(self, y=MID, image="hills", letter="a", output="", words="encoder, kept"):
+    def encoder(self, words, y=MID, image="hills", tokens="caaaa", output=""):
         self.image(14, y - MID, image, "visible")
-        self.tokens(140, "c" + K * letter, y)
-        self.blocks(168, MAPS - 1, y)
+        self.tokens(140, tokens, y)
+        self.blocks(168, 4, y)
         self.flow(y, (82, 136), (153, 165), *[(224, 236)] * bool(output))
         self.tokens(239, output, y)
         self.say((109, y - 6, "`ids_keep"), (109, y + 13, "`(B,K)"), (132, y + 48, "|`(B,1+K,D)"),
                  (184, y + 48, words + "|`encoder"))
 
-    def decoder(self, y=MID, letter="a"):
-        self.tokens(478, "c" + K * letter + M // 4 * " mmmm", y)
+    def decoder(self, y=MID, tokens="caaaa"):
+        self.tokens(478, tokens + " mmmm mmmm mmmm", y)
         self.blocks(537, 2, y, 56)
         self.flow(y, (526, 534), (564, 638))
         self.say((601, y - 6, "linear"), (601, y + 13, "`decoder_pred"))
 
     def mlp(self, what, tall, wide, product, shape, layers):
-        """Draw an MLP from the position of a patch or a pixel. Its second layer is the product of a
-        matrix with a column, and one with a row, for each weight token; their classes: tall, wide."""
-        for x, rows, columns, cls in (345, 4, WEIGHTS, tall), (378, WEIGHTS, 4, wide):
-            for i in range(rows * columns):
+        """Draw an MLP from the position of a patch or a pixel. Its second layer is the product of
+        two matrices of the classes `tall` and `wide`: a weight token is a column, or a row."""
+        for x, rows, columns, cls in (345, 4, 3, tall), (378, 3, 4, wide):
+            for i in range(12):
                 self.rect(x + i % columns * 8, MID - 4 * rows + i // columns * 8, 7, 7, cls, 0)
         self.arrow((377, MID - 20), (377, -7), (541, -7), (541, 5))
         self.rect(446, MID - 14, 28, 28, "shared", 2)
@@ -155,9 +154,9 @@ class Drawing:
 
     def loss(self, words, shape, shown="masked", rows=(("hills", MID),)):
         """Compare predictions, of a shape, with originals: images, each centred on a height y."""
-        bottom, half = rows[-1][1] + MID, 3.2 * max(map(len, words.split("|"))) + 5
+        bottom = rows[-1][1] + MID
         if words != "masked patches":
-            self.rect(727 - half, bottom + 4, 2 * half, 18 + 14 * words.count("|"))
+            self.rect(652, bottom + 4, 150, 18 + 14 * words.count("|"))
         for image, y in rows:
             self.image(642, y - MID, image, shown, "empty", "url(#blur)")
             self.image(748, y - MID, image, shown, "empty")
@@ -169,108 +168,105 @@ class Drawing:
 # ------------------------------- the methods; a docstring is the sentence of the README's picture
 def mae(d):
     """Encode only the visible patches. A small decoder predicts the masked ones."""
-    d.encoder(output="c" + K * "a", words="large encoder, kept")
+    d.encoder("large encoder, kept", output="caaaa")
     d.flow(MID, (252, 474))
     d.decoder()
     d.loss("masked patches", "(B,M,p*p*C)")
     d.say((46, "|`images|`(B,C,H,W)"), (243, "|`latent|`(B,1+K,D)"), (445, MID - 6, "linear"),
           (435, MID + 13, "`decoder_embed"), (530, "small decoder, discarded"),
           (481, "|`add_mask_tokens|`(B,1+L,E)"), (577, "|`decoder_blocks"))
-    return f"M = {M} masked. D, E: widths of encoder and decoder"
+    return "M = 12 masked. D, E: widths of encoder and decoder"
 
 
 def crossmae(d):
     """Mask tokens look only at visible patches, never at one another, so some can be left out."""
     d.rect(138, -13, 114, 13)
-    d.rect(230, -13, 382, d.yellow)
-    d.encoder()
+    d.rect(230, -13, 382, d.low)
+    d.encoder("encoder, kept")
     d.add("path", "wire", d="M144.5 4V-7M172 0V-7M187 0V-7M202 0V-7M217 0V-7")
-    for y, turn, x in ((14, -7, 541), (50, SIDE + 7, 556)):            # a mix for each block
+    for y, turn, x, end in (14, -7, 541, 0), (50, 71, 556, SIDE):      # a mix for each block
         d.arrow((144.5, -7), (262, -7), (262, y), (275, y))
         d.rect(278, y - 10, 44, 20, "block", 4)
         d.flow(y, (325, 337))
-        d.tokens(341, " ".join("c" + K * "a"), y)
-        d.arrow((402, y), (420, y), (420, turn), (x, turn), (x, 0 if turn < 0 else SIDE))
+        d.tokens(341, "c a a a a", y)
+        d.arrow((402, y), (420, y), (420, turn), (x, turn), (x, end))
         d.say((300, y + 4, "mix"))
     d.blocks(537, 2)
     for y in (8, 24, 40, 56):                              # no path from one mask token to another
         d.tokens(490, "m", y)
         d.flow(y, (502, 534), (546, 549), (564, 638))
     d.loss("masked patches,|all or some", "(B,P,p*p*C)", "some")
-    d.say((46, "|`images|`(B,C,H,W)"), (200, -17, "`maps (n,B,1+K,D)"), (300, MID + 3, "`map_weights"),
-          (345, WORDS + 4, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
-          (369, MID + 3, "`dec_norms"), (369, SIDE + 4, "`(B,1+K,D)"), (469, "`mask_token|`(B,P,E)"),
-          (545, WORDS + 4, "cross-attention|only, to its mix|`CrossBlock"), (601, 2, "linear"),
+    d.say((345, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
+          (46, "|`images|`(B,C,H,W)"), (200, -17, "`maps (n,B,1+K,D)"), (300, 35, "`map_weights"),
+          (369, 35, "`dec_norms"), (369, SIDE + 4, "`(B,1+K,D)"), (463, "`mask_token|`(B,P,E)"),
+          (545, 85, "mask tokens attend|only to the mix|`CrossBlock"), (601, 2, "linear"),
           (601, SIDE + 4, "`decoder_pred"))
-    return f"M = {M} masked, P = {P} predicted. n = {MAPS} maps. D, E: widths of encoder and decoder"
+    return "M = 12 masked, P = 4 predicted. n = 5 maps. D, E: widths of encoder and decoder"
 
 
 def hypermae(d):
     """For each image, predict one layer of an MLP that turns a patch's position into its pixels."""
-    d.rect(250, -13, 362, d.yellow)
-    d.encoder(output="c" + K * "a" + " " + WEIGHTS * "l")
+    d.rect(250, -13, 362, d.low)
+    d.encoder("encoder, kept", output="caaaa lll")
     d.blocks(275, 2)
-    d.tokens(311, WEIGHTS * "w")
+    d.tokens(311, "www")
     d.flow(MID, (265, 272), (301, 308), (324, 341))
     d.mlp("patch", "shared", "own", "`M = T @ proj(W)|`(B,h,h)", "`(B,P,2)", "`paco_mlp")
     d.loss("masked patches", "(B,P,p*p*C)")
     d.say((46, "|`images|`(B,C,H,W)"), (258, -3, "`weight_tokens"), (333, 10, "linear"),
-          (286, "more blocks|`feat2w_blocks|`(B,1+K+n,D)"), (316, MID + 26, "`W"),
-          (357, MID + 26, "`T"), (394, MID + 26, "`proj(W)"))
-    return f"P = {M}: all masked. n = {WEIGHTS} weight tokens. D, h: widths of encoder and MLP"
+          (286, "more blocks|`feat2w_blocks|`(B,1+K+n,D)"), (316, 58, "`W"), (357, 58, "`T"),
+          (394, 58, "`proj(W)"))
+    return "P = 12: all masked. n = 3 weight tokens. D, h: widths of encoder and MLP"
 
 
 def minr(d):
     """For each image, predict weights of an MLP that turns a pixel's position into its colour."""
-    d.rect(6, -13, 148, d.yellow)
-    d.rect(234, -13, 378, d.yellow)
+    d.rect(6, -13, 148, d.low)
+    d.rect(234, -13, 378, d.low)
     d.image(14, 0, "hills", "visible", "z")
-    patches = "".join("a" if i in PATCHES["visible"] else "z" for i in range(L))
-    columns = " ".join(patches[x::4] for x in range(4))    # of the image
-    d.tokens(95, f"c{columns} {WEIGHTS * 'l'}")
-    d.blocks(168, MAPS - 1)
-    d.tokens(239, WEIGHTS * "w")
+    d.tokens(95, "czzza zazz azzz zzaz lll")               # the columns of the image
+    d.blocks(168, 4)
+    d.tokens(239, "www")
     d.flow(MID, (82, 92), (155, 165), (224, 236), (252, 341))
     d.mlp("pixel", "own", "shared", "`W = U @ V|`(B,a,b)", "`(N,2)", "`layers")
     d.loss("all pixels", "(B,N,C)", "all")
     d.say((80, "masked pixels are 0;|all patches are encoded"), (46, "||`images|`(B,C,H,W)"),
           (116, "||`extra_tokens|`(B,1+L+G,D)"), (186, "encoder, kept|`encoder"),
-          (243, "||`tokens|`(B,G,D)"), (288, "(variant TransINR:|all layers)"),
-          (296, MID - 6, "linear"), (296, MID + 13, "`to_columns"), (357, MID + 26, "`U"),
-          (394, MID + 26, "`V"))
-    return (f"G = {WEIGHTS} weight tokens. N pixels. W: a inputs, b outputs. TransINR: copies of U "
-            "times V, elementwise")
+          (243, "||`tokens|`(B,G,D)"), (288, "(variant TransINR:|all layers)"), (357, 58, "`U"),
+          (296, MID - 6, "linear"), (296, MID + 13, "`to_columns"), (394, 58, "`V"))
+    return ("G = 3 weight tokens. N pixels. W: a inputs, b outputs. TransINR: copies of U times V, "
+            "elementwise")
 
 
 def imae(d):
     """Encode a blend of two images. Two linear layers, guided by a frozen MAE, take it apart."""
     d.rect(6, -14, 106, 196)
     d.rect(256, -14, 156, 196)
-    d.encoder(84, "blend", "x", "c" + K * "x")
-    for i, image, letter, weight, sign in ((1, "hills", "a", "less weight", -1),
-                                           (2, "house", "b", "more weight", 1)):
-        teacher, branch, tokens = 84 + 74 * sign, 84 + 38 * sign, " ".join("c" + K * letter)
+    d.encoder("encoder, kept", 84, "blend", "cxxxx", "cxxxx")
+    for i, image, tokens, weight, sign in ((1, "hills", "caaaa", "less weight", -1),
+                                           (2, "house", "cbbbb", "more weight", 1)):
+        teacher, branch, row = 84 + 74 * sign, 84 + 38 * sign, " ".join(tokens)
         d.image(28, teacher - 18, image, "visible", size=36)
         d.arrow((34, teacher - 21 * sign), (34, 84 + 35 * sign))
-        d.tokens(92, tokens, teacher)
-        d.blocks(168, MAPS - 1, teacher, 24, "frozen")
-        d.tokens(348, tokens, teacher)
+        d.tokens(92, row, teacher)
+        d.blocks(168, 4, teacher, 24, "frozen")
+        d.tokens(348, row, teacher)
         d.flow(teacher, (67, 89), (152, 165), (224, 345))
         d.arrow((252, 84), (264, 84), (264, branch), (273, branch))
         d.rect(276, branch - 10, 44, 20, "block", 4)
-        d.tokens(348, tokens, branch)
+        d.tokens(348, row, branch)
         d.flow(branch, (323, 345), (408, 474))
         d.arrow((366, teacher - 8 * sign), (366, branch + 8 * sign), both=True)
-        d.decoder(branch, letter)
-        d.say((71, 88 + 46 * sign, weight), (300, teacher + 4 + 11 * sign, "frozen MAE"),
+        d.decoder(branch, tokens)
+        d.say((71, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
               (298, branch + 4, "linear"), (389, 88 + 56 * sign, "match"),
-              (17, teacher + 3, f"`x_{i}"), (286, teacher + 3 - 10 * sign, f"`teach(x_{i}, ids_keep)"),
-              (376, branch + 3 - 12 * sign, f"`z_{i} (B,1+K,E)"), (376, teacher + 3 + 12 * sign, "`w_i"))
+              (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, f"`z_{i} (B,1+K,E)"),
+              (286, 87 + 64 * sign, f"`teach(x_{i}, ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
     d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
            rows=[("hills", 46), ("house", 122)])
     d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"),
           (498, 163, "`(B,1+L,E)"))
-    return f"M = {M} masked. D, E: widths of encoder and decoder. The weights of the images are random"
+    return "M = 12 masked. D, E: widths of encoder and decoder. The images' weights are random"
 
 
 # --------------------------------------------------------------------------------- whole pictures
@@ -287,8 +283,8 @@ def legend(d, kinds, size):
         if len(kind) == 1:
             d.tokens(x, kind, y)
         else:
-            height = 16 if kind in ("block", "frozen", "new") else 8
-            d.rect(x, y - height / 2, 8, height, kind, height / 8)
+            height = 16 if kind in ("block", "frozen") else 9
+            d.rect(x, y - height / 2, 9, height, kind, height / 8)
         d.add("text", "soft", KEY[kind], x=x + 16, y=y + size / 3, text_anchor="start")
         x += width
     return y + 18
@@ -303,15 +299,15 @@ def draw(*titles):
         d.parts.append(f'<g transform="translate(0 {y + above})">')
         note = METHODS[title](d)
         if not detail:
-            words = tag("tspan", "title", title, font_size=15, font_weight=600)
-            words += tag("tspan", "idea", METHODS[title].__doc__, dx=10)
+            words = tag("tspan", "method", title, font_size=15, font_weight=600)
+            words += tag("tspan", "sentence", METHODS[title].__doc__, dx=10)
             d.add("text", "ink", words, x=12, y=21 - above, text_anchor="start")
             d.add("path", "rule", d=f"M0 {-above}H830")
         d.parts.append("</g>")
         y += above + (168 if title == "i-MAE" else SIDE) + below
     if detail:
-        note = f"B images, C channels, p * p pixels per patch. L = {L} patches, K = {K} visible. {note}."
-        d.add("text", "soft", note, x=12, y=y, text_anchor="start")
+        d.add("text", "soft", "B images, C channels, p * p pixels per patch. L = 16 patches, K = 4 "
+              f"visible. {note}.", x=12, y=y, text_anchor="start")
         y += 14
     height = legend(top, [kind for kind in KEY if kind in d.used], size)
     top.rect(84, height, 330, y, "zone", 0)
@@ -319,13 +315,9 @@ def draw(*titles):
     for x, word in (42, "mask"), (249, "encode"), (521, "decode"), (727, "loss"):
         top.add("text", "ink", word, x=x, y=height + 18, font_weight=600)
     top.say((674, height + 18, "predicted"), (780, height + 18, "original"))
-    classes = [(cls, *map(COLOURS.get, words.split())) for cls, words in CLASSES.items()]
     clips = "".join(tag("clipPath", "", tag("path", "", d=squares(ids, kind != "all")), id=kind)
                     for kind, ids in PATCHES.items())
-    light, dark = ["".join(f".{cls} {{ fill: {fill.split()[i]}; stroke: {line.split()[i]} }}\n"
-                           for cls, fill, line in classes) for i in (0, 1)]
-    style = f"{STYLE}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
-    body = "\n".join([tag("style", "", style), tag("defs", "", DEFS + clips),
+    body = "\n".join([tag("style", "", STYLE), tag("defs", "", DEFS + clips),
                       tag("rect", "back", width="100%", height="100%", rx=6), *top.parts,
                       f'<g transform="translate(0 {height})">', *d.parts, "</g>"])
     svg = tag("svg", "", body, xmlns="http://www.w3.org/2000/svg", font_size=size,
