@@ -165,9 +165,9 @@ class Drawing:
                  (780, bottom + 44, f"`target|`{shape}"))
 
 
-# ------------------------------- the methods; a docstring is the sentence of the README's picture
+# ------------------------------------- the methods; the README's picture begins with the docstrings
 def mae(d):
-    """Encode only the visible patches. A small decoder predicts the masked ones."""
+    """MAE: Encode only the visible patches. A small decoder predicts the masked ones."""
     d.encoder("large encoder, kept", output="caaaa")
     d.flow(MID, (252, 474))
     d.decoder()
@@ -179,7 +179,7 @@ def mae(d):
 
 
 def crossmae(d):
-    """Mask tokens look only at visible patches, never at one another, so some can be left out."""
+    """CrossMAE: Mask tokens see only visible patches, not each other, so some can be left out."""
     d.rect(138, -13, 114, 13)
     d.rect(230, -13, 382, d.low)
     d.encoder("encoder, kept")
@@ -199,13 +199,13 @@ def crossmae(d):
     d.say((345, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
           (46, "|`images|`(B,C,H,W)"), (200, -17, "`maps (n,B,1+K,D)"), (300, 35, "`map_weights"),
           (369, 35, "`dec_norms"), (369, SIDE + 4, "`(B,1+K,D)"), (463, "`mask_token|`(B,P,E)"),
-          (545, 85, "mask tokens attend|only to the mix|`CrossBlock"), (601, 2, "linear"),
+          (545, 85, "mask tokens attend|only to the mix|`cross_attn"), (601, 2, "linear"),
           (601, SIDE + 4, "`decoder_pred"))
-    return "M = 12 masked, P = 4 predicted. n = 5 maps. D, E: widths of encoder and decoder"
+    return "M = 12 masked, P = 4 predicted, n = 5 maps. D, E: widths of encoder and decoder"
 
 
 def hypermae(d):
-    """For each image, predict one layer of an MLP that turns a patch's position into its pixels."""
+    """HyperMAE: For each image, predict one layer of an MLP from a patch's position to its pixels."""
     d.rect(250, -13, 362, d.low)
     d.encoder("encoder, kept", output="caaaa lll")
     d.blocks(275, 2)
@@ -216,11 +216,11 @@ def hypermae(d):
     d.say((46, "|`images|`(B,C,H,W)"), (258, -3, "`weight_tokens"), (333, 10, "linear"),
           (286, "more blocks|`feat2w_blocks|`(B,1+K+n,D)"), (316, 58, "`W"), (357, 58, "`T"),
           (394, 58, "`proj(W)"))
-    return "P = 12: all masked. n = 3 weight tokens. D, h: widths of encoder and MLP"
+    return "P = 12 predicted, n = 3 weight tokens. D, h: widths of encoder and MLP"
 
 
 def minr(d):
-    """For each image, predict weights of an MLP that turns a pixel's position into its colour."""
+    """MINR: For each image, predict weights of an MLP from a pixel's position to its colour."""
     d.rect(6, -13, 148, d.low)
     d.rect(234, -13, 378, d.low)
     d.image(14, 0, "hills", "visible", "z")
@@ -234,12 +234,11 @@ def minr(d):
           (116, "||`extra_tokens|`(B,1+L+G,D)"), (186, "encoder, kept|`encoder"),
           (243, "||`tokens|`(B,G,D)"), (288, "(variant TransINR:|all layers)"), (357, 58, "`U"),
           (296, MID - 6, "linear"), (296, MID + 13, "`to_columns"), (394, 58, "`V"))
-    return ("G = 3 weight tokens. N pixels. W: a inputs, b outputs. TransINR: copies of U times V, "
-            "elementwise")
+    return "G = 3 weight tokens. N pixels. W: a inputs, b outputs; in TransINR, W = [U ... U] * V"
 
 
 def imae(d):
-    """Encode a blend of two images. Two linear layers, guided by a frozen MAE, take it apart."""
+    """i-MAE: Encode a blend of two images. Two linear layers, guided by a frozen MAE, split it."""
     d.rect(6, -14, 106, 196)
     d.rect(256, -14, 156, 196)
     d.encoder("encoder, kept", 84, "blend", "cxxxx", "cxxxx")
@@ -260,8 +259,8 @@ def imae(d):
         d.decoder(branch, tokens)
         d.say((71, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
               (298, branch + 4, "linear"), (389, 88 + 56 * sign, "match"),
-              (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, f"`z_{i} (B,1+K,E)"),
-              (286, 87 + 64 * sign, f"`teach(x_{i}, ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
+              (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, "`z_i (B,1+K,E)"),
+              (286, 87 + 64 * sign, "`teach(x_i, ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
     d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
            rows=[("hills", 46), ("house", 122)])
     d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"),
@@ -270,7 +269,7 @@ def imae(d):
 
 
 # --------------------------------------------------------------------------------- whole pictures
-METHODS = {"MAE": mae, "CrossMAE": crossmae, "HyperMAE": hypermae, "MINR": minr, "i-MAE": imae}
+METHODS = dict(mae=mae, crossmae=crossmae, hypermae=hypermae, minr=minr, imae=imae)
 
 
 def legend(d, kinds, size):
@@ -290,24 +289,25 @@ def legend(d, kinds, size):
     return y + 18
 
 
-def draw(*titles):
-    """Return the SVG of the methods with these titles: in detail if there is only one."""
-    detail = len(titles) == 1
+def draw(*names):
+    """Return the SVG of the methods with these names: in detail if there is only one."""
+    detail = len(names) == 1
     d, top, y = Drawing(detail), Drawing(detail), 28
     size, scale, above, below = (9, 1.5, 34, 70) if detail else (12, 1, 43, 43)
-    for title in titles:
+    for name in names:
         d.parts.append(f'<g transform="translate(0 {y + above})">')
-        note = METHODS[title](d)
+        note = METHODS[name](d)
         if not detail:
+            title, sentence = METHODS[name].__doc__.split(": ", 1)
             words = tag("tspan", "method", title, font_size=15, font_weight=600)
-            words += tag("tspan", "sentence", METHODS[title].__doc__, dx=10)
+            words += tag("tspan", "sentence", sentence, dx=10)
             d.add("text", "ink", words, x=12, y=21 - above, text_anchor="start")
             d.add("path", "rule", d=f"M0 {-above}H830")
         d.parts.append("</g>")
-        y += above + (168 if title == "i-MAE" else SIDE) + below
+        y += above + (168 if name == "imae" else SIDE) + below
     if detail:
-        d.add("text", "soft", "B images, C channels, p * p pixels per patch. L = 16 patches, K = 4 "
-              f"visible. {note}.", x=12, y=y, text_anchor="start")
+        d.add("text", "soft", "B images, C channels, p * p pixels per patch. Here L = 16 "
+              f"patches, K = 4 visible, {note}.", x=12, y=y, text_anchor="start")
         y += 14
     height = legend(top, [kind for kind in KEY if kind in d.used], size)
     top.rect(84, height, 330, y, "zone", 0)
@@ -324,12 +324,11 @@ def draw(*titles):
               font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
               stroke_width=1.3, viewBox=f"0 0 830 {y + height}", width=scale * 830,
               height=scale * (y + height))
-    name = METHODS[titles[0]].__name__ if detail else "all"            # for unique ids on a page
-    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", svg) + "\n"
+    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{''.join(names)}-", svg) + "\n"
 
 
 if __name__ == "__main__":
     folder = Path(__file__).parent.parent / ".github"
     (folder / "diagrams.svg").write_text(draw(*METHODS))
-    for title, method in METHODS.items():
-        (folder / f"diagram_{method.__name__}.svg").write_text(draw(title))
+    for name in METHODS:
+        (folder / f"diagram_{name}.svg").write_text(draw(name))

@@ -4,10 +4,10 @@
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
     python -m tests.tour train                         # one training step, including the optimizer
 
-The page, tour_METHOD.html, needs neither a network nor JavaScript. It has the code as in the file,
-with docstrings and comments on the left and, on the right, shapes and pictures of what each line
-made. A click on a line that calls something opens the call. Lines are found by tracing the running
-code, so your own method needs nothing in this file. test_tour.py uses the same tracer.
+The page, tour_METHOD.html, opens with the method's diagram; its names lead to their lines. Then the
+code, with docstrings and comments on the left and, on the right, shapes and pictures of what each
+line made. A click on a line opens what it calls. Lines are found by tracing the running code, so
+your own method needs nothing in this file. The page needs neither a network nor JavaScript.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 import torchvision
 
 import train
+from tests import diagrams
 from train import LAYOUT, METHODS, center_crop, draw_shapes, load_model, read_image
 from vit import InputError, denormalize, normalize, require, unpatchify, visible_count
 
@@ -200,8 +201,7 @@ def made_by(steps):
 
 
 def numbers_of(made, steps=()):
-    """Return as text what a line made: the different shapes of tensors, e.g. "(1, 24, 80)", or the
-    numbers from its last run."""
+    """Return as text the shapes of the tensors that a line made, or its last run's numbers."""
     words = [str(tuple(x.shape)) if x.ndim else f"{x.item():.4g}" for _, x in made]
     words = [*dict.fromkeys(words)] or [f"{x:.4g}" for step in steps[-1:] for x in step.values
                                         if isinstance(x, (int, float)) and abs(x) < 1000]
@@ -314,16 +314,16 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 1320px; margin: auto; pa
 pre, code { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace; margin: 0;
   white-space: pre-wrap; overflow-wrap: anywhere }
 .top, .letters { display: flex; flex-wrap: wrap; gap: 0 16px }
-.idea { flex: 1 1 420px } .strip { flex: 0 1 580px }
+.idea { flex: 1 1 420px } .strip { flex: 0 1 580px } .off pre { opacity: .45 }
+svg { max-width: 100%; height: auto } a .code { fill: var(--blue) } :target { background: #fc06 }
 img { image-rendering: pixelated; max-width: 100%; display: block; outline: 1px solid #8883 }
 figure { display: inline-block; vertical-align: top; margin: 4px 12px 4px 0 }
 figcaption { font-size: 12px; width: 0; min-width: max(100%, 8em) }
 .row { display: grid; grid-template-columns: 27fr 46fr 27fr; gap: 2px 20px; padding: 3px 6px }
 .note, .made, figcaption { font-size: 13px; line-height: 1.4 }
 .note, figcaption, i { color: light-dark(#59636e, #9aa4af); font-style: normal }
-.off pre { opacity: .45 } .title { background: #8881; border-radius: 6px }
 .call { border-left: 3px solid #8884; margin: 6px 0 10px; padding-left: 4px }
-b, button { color: var(--blue); font-weight: 600 }
+.title { background: #8881; border-radius: 6px } b, button { color: var(--blue); font-weight: 600 }
 summary { cursor: pointer; list-style: none } summary pre::before { content: "▸ " }
 details[open] > summary pre::before { content: "▾ " }
 button { font: inherit; background: none; border: 0; padding: 0; text-decoration: underline }
@@ -345,8 +345,7 @@ def as_html(text, path):
 
 
 def items_of(path):
-    """Return the list at the end of a file, "Paper and release", as buttons and the texts that they
-    show, in HTML."""
+    """Return a file's list "Paper and release" as HTML: buttons, and the texts that they show."""
     tail = Path(path).read_text().split("\n# Paper and release")[-1].replace("\n#      ", " ")
     items = re.findall(r"# +(\d+)\. (.*)", tail)
     buttons = as_html(f"Paper and release, {Path(path).name}: items {', '.join(dict(items))}", path)
@@ -432,18 +431,31 @@ def section(call, model, names=None):
 
 def once(html):
     """Drop each picture that the HTML already shows further up."""
-    shown = set()
+    figure = r'<figure>.*?base64,(.*?)".*?</figure>'
+    first = {found[1]: found.start() for found in [*re.finditer(figure, html)][::-1]}
+    return re.sub(figure, lambda found: found[0] * (found.start() == first[found[1]]), html)
 
-    def keep(found):
-        new = found[1] not in shown
-        shown.add(found[1])
-        return found[0] if new else ""
-    return re.sub(r'<figure>.*?base64,(.*?)".*?</figure>', keep, html)
+
+def link(svg, html, file):
+    """Link each name in a diagram to the first row of a file that assigns it or else uses it."""
+    rows = re.findall(rf'<i title="{file}">(\d+)</i> (.*?)</pre>', html, re.DOTALL)
+
+    def lead(found):
+        uses = r"def {0}\(|^[\w, ]*\b{0}\b[\w, ]* = ", r"\b{0}\b(?!\.mask\()"
+        lines = [i for use in uses for i, code in rows if re.search(use.format(found[1]), code)]
+        return f'<a href="#line-{lines[0]}">{found[0]}</a>' if lines else found[0]
+    svg = re.sub(r'<text class="code"[^>]*>(\w+).*?</text>', lead, svg)
+    for i in {*re.findall(r'"#line-(\d+)"', svg)}:
+        html = html.replace(f'<i title="{file}">{i}<', f'<i id="line-{i}" title="{file}">{i}<', 1)
+    return svg, html
 
 
 def page(text, about, known, strip, call, model):
-    """Return the whole page: the file's docstring `text`, a line `about` the run, the letters'
-    numbers {letter: n}, a strip of captioned images, and a traced call."""
+    """Return the whole page: the method's diagram, the file's docstring `text`, a line `about` the
+    run, the letters' numbers {letter: n}, a strip of captioned images, and a traced call."""
+    file, diagram, lines = Path(call.steps[0].statement.path), "", once(section(call, model))
+    if file.stem in diagrams.METHODS and file.stem == type(model).__module__:
+        diagram, lines = link(diagrams.draw(file.stem), lines, file.name)
     title, _, idea = text.replace("`", "").partition("\n")
     parts = [f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
              f"<p>{escape(part)}</p>" for part in idea.strip("\n").split("\n\n")]
@@ -451,16 +463,15 @@ def page(text, about, known, strip, call, model):
     spans = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
-            f'{STYLE}</style></head><body><h1>{escape(title)}</h1><div class="top"><div '
+            f'{STYLE}</style></head><body><h1>{escape(title)}</h1>{diagram}<div class="top"><div '
             f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
             f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
             f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
-            f"not run. × 4: the line ran four times, and its last run is shown. Blue shapes are "
-            f"the file's own comments; beside them are this run's sizes. Each picture is shown "
-            f"once. Grey patches are not in the tensor. A row of a matrix is a token or a pixel; "
-            f"at most 96 rows and 144 columns are shown, evenly spaced. Blue is negative, white 0 "
-            f"and orange positive; each picture has its own scale.</p>"
-            f"{once(section(call, model))}{''.join(map(items_of, files))}</body></html>")
+            f"not run. × 4: the line ran four times; its last run is shown. Blue shapes are the "
+            f"file's own comments, with this run's sizes. Each picture is shown once, on its own "
+            f"scale: blue is negative, white 0, orange positive. Grey patches are not in the "
+            f"tensor. Of a matrix, at most 96 rows (tokens or pixels) and 144 columns are shown."
+            f"</p>{lines}{''.join(map(items_of, files))}</body></html>")
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -475,22 +486,12 @@ def strip_of(model, image, noise):
                    for name, x in images.items())
 
 
-def offer(method):
-    """Suggest the newest run of a method, if any, in place of an untrained model."""
-    for path in sorted(Path("runs").glob("*/last.pt"), key=lambda p: -p.stat().st_mtime):
-        if train.read_checkpoint(path)["method"] == method:
-            print(f"note    this model is untrained; for a trained one add --checkpoint {path}")
-            return
-
-
 def tour_method(args):
     """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
     model = load_model(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.low_res_config)
     require(type(model) is cls, f"{args.checkpoint} is not of method {args.method}")
-    if not args.checkpoint:
-        offer(args.method)
     H, W = model.encoder.img_size
     images = draw_shapes(32, (H, W), seed=5)[0][[14, 20]]  # a star and, as a partner, a pentagon
     most = 1 + hasattr(cls, "pairs")
@@ -504,9 +505,8 @@ def tour_method(args):
     inputs = [image, model.encoder.fixed_noise(image)]
     if hasattr(cls, "pairs"):
         inputs += [partner, 0.3]                           # the weight of the image
-    own = inspect.getfile(cls)
     with torch.no_grad():
-        calls = trace(lambda: model.eval()(*inputs), [own, *ROOT.glob("*.py")])
+        calls = trace(lambda: model.eval()(*inputs), [inspect.getfile(cls), *ROOT.glob("*.py")])
         strip = strip_of(model, *inputs[:2])
     text = sys.modules[cls.__module__].__doc__ or cls.__name__
     sizes = {"B": 1, **letters(model)}
