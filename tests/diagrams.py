@@ -1,5 +1,5 @@
-"""Draw how the five methods work. `python -m tests.diagrams` writes to .github: diagrams.svg, all
-five for the README, and diagram_mae.svg and so on, one each, with the code's names and shapes.
+"""Draw how the five methods work. `python -m tests.diagrams` writes to .github: diagram_all.svg for
+the README, and diagram_mae.svg and so on, one method each, with the code's names and shapes.
 
 One function per method draws both. x and y are pixels of the README's picture, y from the top of a
 method's images. In labels, | separates lines. Lines of code begin with `; the README has none.
@@ -205,7 +205,7 @@ def crossmae(d):
 
 
 def hypermae(d):
-    """HyperMAE: For each image, predict one layer of an MLP from a patch's position to its pixels."""
+    """HyperMAE: For each image, predict one layer of an MLP: patch position in, pixels out."""
     d.rect(250, -13, 362, d.low)
     d.encoder("encoder, kept", output="caaaa lll")
     d.blocks(275, 2)
@@ -220,7 +220,7 @@ def hypermae(d):
 
 
 def minr(d):
-    """MINR: For each image, predict weights of an MLP from a pixel's position to its colour."""
+    """MINR: For each image, predict weights of an MLP: pixel position in, colour out."""
     d.rect(6, -13, 148, d.low)
     d.rect(234, -13, 378, d.low)
     d.image(14, 0, "hills", "visible", "z")
@@ -260,7 +260,7 @@ def imae(d):
         d.say((71, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
               (298, branch + 4, "linear"), (389, 88 + 56 * sign, "match"),
               (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, "`z_i (B,1+K,E)"),
-              (286, 87 + 64 * sign, "`teach(x_i, ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
+              (286, 87 + 64 * sign, "`teach(x_i,ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
     d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
            rows=[("hills", 46), ("house", 122)])
     d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"),
@@ -324,11 +324,11 @@ def draw(*names):
               font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
               stroke_width=1.3, viewBox=f"0 0 830 {y + height}", width=scale * 830,
               height=scale * (y + height))
-    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{''.join(names)}-", svg) + "\n"
+    prefix = names[0] if detail else "all"                 # several pictures may be on a page
+    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg) + "\n"
 
 
 if __name__ == "__main__":
-    folder = Path(__file__).parent.parent / ".github"
-    (folder / "diagrams.svg").write_text(draw(*METHODS))
-    for name in METHODS:
-        (folder / f"diagram_{name}.svg").write_text(draw(name))
+    for file, names in dict(all=METHODS, **{name: [name] for name in METHODS}).items():
+        path = Path(__file__).parent.parent / f".github/diagram_{file}.svg"
+        path.write_text(draw(*names), encoding="utf-8")
