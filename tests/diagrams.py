@@ -2,7 +2,7 @@
 the README, and diagram_mae.svg and so on, one method each, with the code's names and shapes.
 
 One function per method draws both. x and y are pixels of the README's picture, y from the top of a
-method's images. In labels, | separates lines. Lines of code begin with `; the README has none.
+method's images. In labels, | separates lines; lines of code begin with `, and the README has none.
 """
 
 import re
@@ -12,42 +12,11 @@ from pathlib import Path
 PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),
                masked=(0, 1, 3, 4, 6, 7, 8, 9, 10, 13, 14, 15))
 SIDE, MID, WORDS = 64, 32, 81          # an image's side and centre; y of the words below the images
-STYLE = """svg { --ink: #1f2328; --soft: #59636e; --line: #818b98; --grey: #b4bcc5; --pale: #e6eaef;
---zone: #f6f8fa; --back: #fff; --yellow: #fff3c2; --blue: #0072b2; --green: #009e73;
---orange: #d55e00 }
-@media (prefers-color-scheme: dark) { svg { --ink: #f0f6fc; --soft: #9198a1; --grey: #59636e;
---pale: #2a313c; --zone: #151b23; --back: #0d1117; --yellow: #332b12; --blue: #3d9fdb;
---green: #2bc194; --orange: #ff8a3d } }
-.ink, .code { fill: var(--ink) } .soft, .c { fill: var(--soft) } .masked { fill: var(--grey) }
-.zone { fill: var(--zone) } .new { fill: var(--yellow) } .block { fill: var(--pale) }
-.a { fill: var(--blue) } .b { fill: var(--green) } .w, .own { fill: var(--orange) }
-.back, .empty, .frozen, .shared, .m, .l { fill: var(--back) } .wire { fill: none }
-.wire, .m { stroke: var(--soft) } .rule, .empty { stroke: var(--pale) }
-.thick, .l { stroke: var(--orange) } .thin, .z, .block, .frozen, .shared { stroke: var(--line) }
-.m, .l, .frozen { stroke-dasharray: 2 }
-.code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
-@media (max-width: 560px) { .method { font-size: 20px } .sentence { font-size: 17px } }
-"""
-# arrow heads; images; tokens: a, b visible in the first or second image, x in their blend, c class,
-# m mask, w weight, l weight as learned, z a patch of zeros
-DEFS = """<marker id="head" orient="auto-start-reverse" markerWidth="7" markerHeight="6" refX="5"
-refY="3" markerUnits="userSpaceOnUse"><path class="soft" d="M0 .5 6 3 0 5.5z"/></marker>
-<filter id="blur" x="-.5" y="-.5" width="2" height="2"><feGaussianBlur stdDeviation="3"/></filter>
-<g id="hills"><path fill="#bfe0f4" d="M-32-32H96V96H-32z"/><circle fill="#fff" cx="45" cy="15"
-r="9"/><path fill="#4fa3d8" d="M-32 80 20 18 42 44 52 36 96 72V96H-32z"/><path fill="#0072b2"
-d="M-32 60 10 48 34 58 50 50 96 60V96H-32z"/></g><g id="house"><path fill="#cdeee1"
-d="M-32-32H96V96H-32z"/><path fill="#00694d" d="M8 34 32 10 56 34z"/><path fill="#009e73"
-d="M-32 54H14V34H50V54H96V96H-32z"/><path fill="#fff" d="M27 42H37V58H27z"/></g>
-<g id="blend"><use href="#hills"/><use href="#house" opacity=".6"/></g>
-<path id="a" d="M0 0h9v9H0z"/><use id="b" href="#a"/><use id="m" href="#a"/><use id="z" href="#a"/>
-<path id="c" d="M0 4.5a4.5 4.5 0 0 1 9 0a4.5 4.5 0 0 1-9 0"/><use id="l" href="#w"/><path id="w"
-d="M4.5-1 10 4.5 4.5 10-1 4.5z"/><g id="x"><use class="b" href="#a"/><path class="a"
-d="M0 0h9L0 9z"/></g>"""
+MARKS = Path(__file__).with_suffix(".svg").read_text(encoding="utf-8").split("\n", 1)[1]
 KEY = dict(a="visible patch", x="blended patch", masked="masked patch", z="masked pixels set to 0",
            c="class token", m="mask token: learned, plus a position", l="weight token, learned",
            w="weight token, encoded", own="made for each image", shared="shared by all images",
-           block="transformer block", frozen="frozen: trained before, fixed",
-           new="differs from MAE")
+           block="transformer block", frozen="trained before, frozen", new="differs from MAE")
 
 
 def tag(name, cls="", body="", **attributes):
@@ -131,8 +100,7 @@ class Drawing:
         self.say((601, y - 6, "linear"), (601, y + 13, "`decoder_pred"))
 
     def mlp(self, what, tall, wide, product, shape, layers):
-        """Draw an MLP from the position of a patch or a pixel. Its second layer is the product of
-        two matrices of the classes `tall` and `wide`: a weight token is a column, or a row."""
+        """Draw an MLP. Its second layer is the product of matrices of the classes tall and wide."""
         for x, rows, columns, cls in (345, 4, 3, tall), (378, 3, 4, wide):
             for i in range(12):
                 self.rect(x + i % columns * 8, MID - 4 * rows + i // columns * 8, 7, 7, cls, 0)
@@ -257,14 +225,13 @@ def imae(d):
         d.flow(branch, (323, 345), (408, 474))
         d.arrow((366, teacher - 8 * sign), (366, branch + 8 * sign), both=True)
         d.decoder(branch, tokens)
-        d.say((71, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
+        d.say((75, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
               (298, branch + 4, "linear"), (389, 88 + 56 * sign, "match"),
               (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, "`z_i (B,1+K,E)"),
               (286, 87 + 64 * sign, "`teach(x_i,ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
     d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
            rows=[("hills", 46), ("house", 122)])
-    d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"),
-          (498, 163, "`(B,1+L,E)"))
+    d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"))
     return "M = 12 masked. D, E: widths of encoder and decoder. The images' weights are random"
 
 
@@ -276,7 +243,7 @@ def legend(d, kinds, size):
     """Explain marks. Return the height."""
     x, y = 12, 18
     for kind in kinds:
-        width = 38 + round(.48 * size * len(KEY[kind]))
+        width = 38 + round(.52 * size * len(KEY[kind]))
         if x + width > 845:
             x, y = 12, y + 24
         if len(kind) == 1:
@@ -289,12 +256,12 @@ def legend(d, kinds, size):
     return y + 18
 
 
-def draw(*names):
-    """Return the SVG of the methods with these names: in detail if there is only one."""
-    detail = len(names) == 1
+def draw(picture):
+    """Return the SVG of a method, by its name, or of "all" without the names of the code."""
+    detail = picture != "all"
     d, top, y = Drawing(detail), Drawing(detail), 28
     size, scale, above, below = (9, 1.5, 34, 70) if detail else (12, 1, 43, 43)
-    for name in names:
+    for name in [picture] if detail else METHODS:
         d.parts.append(f'<g transform="translate(0 {y + above})">')
         note = METHODS[name](d)
         if not detail:
@@ -317,18 +284,17 @@ def draw(*names):
     top.say((674, height + 18, "predicted"), (780, height + 18, "original"))
     clips = "".join(tag("clipPath", "", tag("path", "", d=squares(ids, kind != "all")), id=kind)
                     for kind, ids in PATCHES.items())
-    body = "\n".join([tag("style", "", STYLE), tag("defs", "", DEFS + clips),
+    body = "\n".join([MARKS.replace("</defs>\n</svg>\n", clips + "</defs>"),
                       tag("rect", "back", width="100%", height="100%", rx=6), *top.parts,
                       f'<g transform="translate(0 {height})">', *d.parts, "</g>"])
     svg = tag("svg", "", body, xmlns="http://www.w3.org/2000/svg", font_size=size,
               font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
               stroke_width=1.3, viewBox=f"0 0 830 {y + height}", width=scale * 830,
               height=scale * (y + height))
-    prefix = names[0] if detail else "all"                 # several pictures may be on a page
-    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg) + "\n"
+    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{picture}-", svg) + "\n"     # unique ids
 
 
 if __name__ == "__main__":
-    for file, names in dict(all=METHODS, **{name: [name] for name in METHODS}).items():
-        path = Path(__file__).parent.parent / f".github/diagram_{file}.svg"
-        path.write_text(draw(*names), encoding="utf-8")
+    for name in ["all", *METHODS]:
+        path = Path(__file__).parent.parent / f".github/diagram_{name}.svg"
+        path.write_text(draw(name), encoding="utf-8")
