@@ -1,241 +1,379 @@
-"""Train and evaluate every method with the same budget, using the commands a user would type:
+"""Pretrain and evaluate every method for the same number of epochs, with the commands a user types:
 
-    python -m tests.results --data cifar10                     # continues where it stopped
-    python -m tests.results --data cifar10 --size tiny --epochs 50 --batch_size 512
+    python -m tests.results --data data/cifar10                # continues where it stopped
+    python -m tests.results --data data/cifar10 --size tiny --epochs 50 --batch_size 512
+    python -m tests.results --tables                           # writes the tables and pictures
 
-Each result is a line of tests/results.jsonl, from which tests/tables.py makes tables and verdicts.
-To repeat an encoder, delete its lines and its folders in runs/results/. A seed controls all
-randomness: pretraining, the teacher, the label subset and fine-tuning. Other learning rates are
-tried on seed 0 only. No encoder is trained on --other. Flags that are not listed below go
-to pretraining. Several commands can run at once, each with its own --seeds or --only, and --out.
+Each result is a line of --out. If it has several lines, all of them count. A seed controls all
+randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
+once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
+pretraining. --tables prints the tables of another --out. It draws .github/recipe.svg of copies of
+finetune.py's log.jsonl, named tests/recipe_NAME.jsonl.
 """
 
 import argparse
+import functools
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import mean, stdev
 
 import torch
 
-PRETRAINED = {  # name: --method and its flags; untrained encoders get 0 epochs
-    "untrained": "mae", "mae": "mae", "mae_4": "mae --decoder_depth 4",
-    "crossmae": "crossmae", "crossmae_2": "crossmae --decoder_depth 2",
-    "crossmae_25": "crossmae --prediction_ratio 0.25",
-    "crossmae_25_long": "crossmae --prediction_ratio 0.25",
-    "crossmae_25_rate": "crossmae --prediction_ratio 0.25 --lr 2e-3",
-    "crossmae_last": "crossmae --feature_maps last", "hypermae": "hypermae",
-    "untrained_ginr": "minr", "ginr": "minr", "ginr_visible": "minr --encode_visible_only",
-    "untrained_transinr": "minr --hypernetwork transinr",
-    "transinr": "minr --hypernetwork transinr",
-    "imae": "imae --teacher {runs}/mae/last.pt",
-    "imae_alone": "imae --teacher {runs}/mae/last.pt --distill_weight 0"}
+from tests.bench import count_flops
+from train import METHODS
+from vit import SIZES
+
+OUT = Path("tests/results.jsonl")
+THIRD, TEACHER = {"prediction_ratio": 0.25}, {"teacher": "{runs}/mae/last.pt"}
+PRETRAINED = {  # encoder: --method and more flags of train.py; "untrained" gets 0 epochs
+    "untrained": ("mae", {}), "mae": ("mae", {}), "mae_4": ("mae", {"decoder_depth": 4}),
+    "crossmae": ("crossmae", {}), "crossmae_2": ("crossmae", {"decoder_depth": 2}),
+    "crossmae_25": ("crossmae", THIRD), "crossmae_25_rate": ("crossmae", {**THIRD, "lr": "2e-3"}),
+    "crossmae_25_long": ("crossmae", THIRD), "hypermae": ("hypermae", {}), "ginr": ("minr", {}),
+    "imae": ("imae", TEACHER), "imae_alone": ("imae", {**TEACHER, "distill_weight": 0})}
 LONGER = {"crossmae_25_long": 1.6}     # factor of --epochs: MAE's multiply-adds on ViT-micro
-RATES = ("5e-4", "1e-3", "2e-3", "4e-3")
-SWEEP = {  # name: the same; only pretraining, only seed 0
-    f"{name}_{rate}": f"{PRETRAINED[name]} --lr {rate}"
-    for name in ("mae", "crossmae", "hypermae", "ginr", "transinr", "imae") for rate in RATES}
-SWEEP |= {f"{name}_clip": f"{SWEEP[name]} --clip_grad 1" for name in SWEEP if "ginr_" in name}
-SOURCES = {  # name: flags of finetune.py, unless it just reads the encoder of that name
-    "untrained_joined": "--checkpoint {runs}/untrained/last.pt --pool joined",
+SOURCES = {  # encoder: flags of finetune.py, if they are not --checkpoint and that encoder's file
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
-    "untrained_ginr_mean": "--checkpoint {runs}/untrained_ginr/last.pt --pool extra",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
-    "ginr_patches": "--checkpoint {runs}/ginr/last.pt --pool mean",
-    "transinr_mean": "--checkpoint {runs}/transinr/last.pt --pool extra",
-    "transinr_patches": "--checkpoint {runs}/transinr/last.pt --pool mean",
-    "scratch": "--mode scratch --size {size}",
-    "scratch_ginr": "--mode scratch --checkpoint {runs}/ginr/last.pt"}
-CHOOSERS = ("mae", "crossmae", "crossmae_25", "hypermae", "ginr_mean", "imae")   # of a final norm
-NORM = {  # name: the frozen encoder, trained once, with and without a LayerNorm at its end
-    f"{name}_{part}": f"{SOURCES.get(name, f'--checkpoint {{runs}}/{name}/last.pt')} {flag}"
-    for name in (*CHOOSERS, "untrained", "untrained_joined", "mae_joined", "mae_4", "ginr")
-    for part, flag in (("norm", "--norm"), ("raw", "--no-norm"))}
-SCRATCH = {f"scratch_{rate}": f"{SOURCES['scratch']} --lr {rate}" for rate in RATES}
-SOURCES |= NORM | SCRATCH
-HELD_OUT = {  # name: columns that decide a choice, measured on held-out training images
-    **dict.fromkeys([*(f"{name}_{part}" for name in CHOOSERS for part in ("norm", "raw")),
-                     "ginr", "ginr_mean", "ginr_patches", "transinr", "transinr_mean",
-                     "transinr_patches"], ["20-NN"]),
-    **dict.fromkeys(SCRATCH, ["1%", "10%", "100%"])}       # only seed 0
-TUNED = {  # column: flags, and the number of epochs as a multiple of --finetune_epochs
-    "linear": ("--mode linear", 2), "1%": ("--labels 0.01 --batch_size 24", 6),
-    "10%": ("--labels 0.1", 4), "100%": ("--mode finetune", 1)}
-CONDITIONS = ("random 0.5", "random 0.75", "random 0.9", "grid 0.75", "block 0.75")
-ALPHAS = ("alpha 0.2", "alpha 0.4", "alpha 0.45")          # weights of the subordinate image
+    "scratch": "--mode scratch --size {size}"}
+TUNED = {  # column: flags of finetune.py
+    "linear": "--mode linear --epochs 6", "1%": "--labels 0.01 --batch_size 24 --epochs 18",
+    "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
+MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
+PRINTED = re.compile(  # what the tables need of the numbers that --eval prints
+    r"random 0\.750 psnr_masked|\w+ 0\.\d+ psnr_decoded|block sum (visible|masked)|"
+    r"alpha 0\.(200|400|450) (branch|control) subordinate")
 
 
 def commands(args, name, seed):
-    """Yield (encoder, column, command) for everything that `name` needs: pretraining, first of any
-    teacher, then evaluation. run_all replaces {runs} in a command with the runs folder."""
-    pretrained = {**PRETRAINED, **SWEEP}
-    teachers = re.findall(r"{runs}/(\w+)/", {**pretrained, **SOURCES}[name])
-    for encoder in teachers + [name] * (name in pretrained):
-        flags = " ".join([pretrained[encoder], *args.pretraining])
-        epochs = round(args.epochs * LONGER.get(encoder, 1))
-        if encoder.startswith("untrained"):
-            epochs = 0
-        yield encoder, "pretraining", (
-            f"python train.py --method {flags} --data {args.data} --size {args.size} --epochs "
-            f"{epochs} --seed {seed} --runs {{runs}} --name {encoder}")
-    if name in SWEEP:
-        return
+    """Yield (column, command) for everything that an encoder needs. Commands of pretraining, its
+    own and that of a teacher, come first; their column is None. {runs} is the runs folder."""
     source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt")
-    source = source.replace("{size}", args.size)
-    if name in PRETRAINED and "PSNR" in args.columns:
-        for data in (args.data, args.other):
-            yield name, f"PSNR on {data}", (
-                f"python train.py --eval {{runs}}/{name}/last.pt --data {data} --mask_ratios 0.5 "
-                f"0.75 0.9 --masks random grid block")
-    columns = ["20-NN", *TUNED]
-    if name in NORM:
-        columns = ["20-NN", "linear"]                      # fine-tuning has a norm of its own
-    elif source.startswith("--mode scratch"):
-        columns = [] if name in SCRATCH else ["1%", "10%", "100%"]     # no features to probe
-    for column in columns:
-        if column in args.columns:
-            yield name, *evaluation(args, name, seed, source, column, args.data, "")
-    for column in HELD_OUT.get(name, ()):
-        if "held out" in args.columns and (name not in SCRATCH or seed == 0):
-            yield name, *evaluation(args, name, seed, source, column, args.held_out, "_held_out")
-
-
-def evaluation(args, name, seed, source, column, data, suffix):
-    """Return a column's label and its command on `data`; `source` has the flags that name the
-    encoder. Label and name of the run contain `suffix`, which marks held-out images."""
-    label = f"{column}{suffix.replace('_', ' ')}"
-    if column == "20-NN":
-        return label, f"python finetune.py --mode knn {source} --data {data} --seed {seed}"
-    flags, factor = TUNED[column]
-    epochs = factor * args.finetune_epochs
-    flags = flags.replace("--mode finetune", "") if "--mode scratch" in source else flags
-    command = (f"python finetune.py {source} {flags} --data {data} --epochs {epochs} --eval_every "
-               f"{epochs} --seed {seed} --runs {{runs}} --name "
-               f"{name}_{column.strip('%')}_{epochs}{suffix}")
-    return f"{label} ({epochs} epochs)", " ".join(command.split())
-
-
-def hold_out(data, folder):
-    """Link the training images of the folder `data` into another folder. There every tenth image of
-    each class is for validation."""
-    for images in sorted(Path(data, "train").iterdir()):
-        for i, file in enumerate(sorted(images.iterdir())):
-            link = Path(folder, "train" if i % 10 else "val", images.name, file.name)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(file.resolve())
+    for encoder in re.findall(r"{runs}/(\w+)/", f"{PRETRAINED.get(name)} {source}"):
+        epochs = round(args.epochs * LONGER.get(encoder, 1)) if encoder != "untrained" else 0
+        method, flags = PRETRAINED[encoder]
+        flags = " ".join([method, *(f"--{k} {v}" for k, v in flags.items()), *args.pretraining])
+        yield None, (f"python train.py --method {flags} --data {args.data} --size {args.size} "
+                     f"--epochs {epochs} --seed {seed} --runs {{runs}} --name {encoder}")
+    if name in PRETRAINED:
+        yield "PSNR", f"python train.py --eval {{runs}}/{name}/last.pt --data {args.data} {MASKS}"
+    if name == "imae_alone":                               # only for its measure of two images
+        return
+    source, words = source.replace("{size}", args.size), f"--data {args.data} --seed {seed}"
+    if name != "scratch":                                  # it has no features to probe
+        yield "20-NN", f"python finetune.py --mode knn {source} {words}"
+    for column, flags in TUNED.items():
+        if (name, column) != ("scratch", "linear"):
+            yield column, (f"python finetune.py {source} {flags} {words} --eval_every 100 --runs "
+                           f"{{runs}} --name {name}_{column.strip('%')}")
 
 
 def read_lines(path):
     """Return the dicts in a .jsonl file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def printed_numbers(lines):
-    """Return the numbers that --eval prints and the tables need: {"random 0.75": {"masked": PSNR,
-    "decoded": PSNR}, "alpha 0.2": {"branch dominant": R^2, ...}, "block sum": {"visible":
-    attention, ...}, ...}."""
+def printed_numbers(text):
+    """Return the numbers of PRINTED in the tables that --eval prints, named after row and column:
+    {"random 0.750 psnr_masked": dB, "alpha 0.200 branch subordinate": R^2, ...}."""
     found, heads = {}, []
-    for line in lines:
-        words = re.split("  +", line.strip())
+    for words in (re.split("  +", line.strip()) for line in text.splitlines()):
         if words[0] in ("checkpoint", "alpha", "block"):   # a table begins
             heads = words
         elif len(words) == len(heads):                     # a row of it
-            row = dict(zip(heads, words))
-            if heads[0] == "checkpoint":
-                label = f"{row['mask']} {float(row['mask_ratio']):g}"
-                row = {part: row[f"psnr_{part}"] for part in ("masked", "decoded")}
-            else:
-                value = row.pop(heads[0])
-                label = f"{heads[0]} {value if value == 'sum' else f'{float(value):g}'}"
-            if label in (*CONDITIONS, *ALPHAS, "block sum"):
-                found[label] = {name: float(word) for name, word in row.items()}
-    return found
+            row = words[1:3] if heads[0] == "checkpoint" else [heads[0], words[0]]
+            found |= {" ".join([*row, head]): word for head, word in zip(heads, words)}
+    return {name: float(word) for name, word in found.items() if PRINTED.fullmatch(name)}
 
 
 def run(command):
-    """Run a command, resuming what an earlier call began, and return its numbers in a dict. Raises
-    SystemExit if its folder already belongs to another command."""
+    """Run a command, resuming what an earlier call began, and return its numbers, if any."""
     print(f"\n{command}", flush=True)
-    words = [sys.executable, *command.split()[1:]]
-    found = re.search(r"--runs (\S+) --name (\S+)", command)
-    folder = Path(*found.groups()) if found else None
-    if folder:
-        words.append("--resume")
-        folder.mkdir(parents=True, exist_ok=True)
-        begun = folder / "command.txt"
-        if begun.exists() and begun.read_text() != command:
-            raise SystemExit(f"{folder} belongs to another command: {begun.read_text()}")
-        begun.write_text(command)
+    folder = re.search(r"--runs (\S+) --name (\S+)", command)
+    words = [sys.executable, *command.split()[1:], *["--resume"] * bool(folder)]
     printed = subprocess.run(words, text=True, stdout=subprocess.PIPE, check=True).stdout
     print(printed, flush=True)
+    if folder:
+        last = read_lines(Path(*folder.groups(), "log.jsonl"))[-1]
+        return {"top1": last["top1"]} if "top1" in last else {}
     if " --eval " in command:
-        return printed_numbers(printed.splitlines())
-    if not folder:
-        return {"top1": float(re.search(r"top1 ([\d.]+)", printed)[1])}
-    rows = read_lines(folder / "log.jsonl")
-    if "top1" in rows[-1]:
-        return {"top1": rows[-1]["top1"]}
-    return {"psnr_masked": round(rows[-1]["psnr_masked"], 3),
-            "lr": max(row.get("lr", 0) for row in rows)}
+        return printed_numbers(printed)
+    return {"top1": float(re.search(r"top1 ([\d.]+)", printed)[1])}
 
 
 def run_all(args, table):
-    """Run every command whose result has no line in --out yet. Encoders that an evaluation needs
+    """Run every command whose result has no line in --out yet. Encoders that a missing result needs
     are trained again if their checkpoints are gone."""
     cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
-    threads = f", {torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else ""
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu + threads
-
-    def done():
-        return {(record["encoder"], record["column"], record["seed"])
-                for record in read_lines(args.out) if record["table"] == table}
-
-    for seed in args.seeds:
+    commit = subprocess.getoutput("git rev-parse --short HEAD")
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    made = f"commit {commit}, torch {torch.__version__.split('+')[0]}, {machine}"
+    for seed, name in itertools.product(args.seeds, args.only):
         runs = "/".join(["runs/results", re.sub(r"[^\w.]+", "-", table), str(seed)])
-        for name in args.only:
-            if name in SWEEP and seed != 0:
-                continue
-            asked = [*commands(args, name, seed)]
-            missing = {(encoder, column, seed) for encoder, column, _ in asked} - done()
-            for encoder, column, command in asked if missing else ():
-                if column != "pretraining" and (encoder, column, seed) not in missing:
-                    continue
-                commit = subprocess.getoutput("git rev-parse --short HEAD")
-                numbers = run(command.replace("{runs}", runs))         # a finished run ends at once
-                if (encoder, column, seed) not in done():
-                    made = (f"{time.strftime('%Y-%m-%d')}, commit {commit}, torch "
-                            f"{torch.__version__.split('+')[0]}, {machine}")
-                    line = dict(table=table, encoder=encoder, column=column, seed=seed,
-                                command=command, made=made, numbers=numbers)
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        done = {line["column"] for line in read_lines(args.out) if
+                (line["table"], line["encoder"], line["seed"]) == (table, name, seed)}
+        asked = [pair for pair in commands(args, name, seed) if pair[0] not in done]
+        for column, command in asked if any(column for column, _ in asked) else ():
+            numbers = run(command.replace("{runs}", runs))             # a finished run ends at once
+            if column:
+                line = dict(table=table, encoder=name, column=column, seed=seed, numbers=numbers,
+                            command=re.sub(" --eval_every.*", "", command),
+                            made=f"{time.strftime('%Y-%m-%d')}, {made}")
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+# ------------------------------------------------------------------ tables
+NAMES = {  # encoder: its name in the tables
+    "untrained": "untrained", "scratch": "from scratch", "mae": "MAE",
+    "mae_4": "MAE, 4 decoder blocks", "mae_joined": "MAE, joined", "crossmae": "CrossMAE, all",
+    "crossmae_2": "CrossMAE, all, 2 decoder blocks", "crossmae_25": "CrossMAE, a third",
+    "crossmae_25_rate": "CrossMAE, a third, MAE's learning rate",
+    "crossmae_25_long": "CrossMAE, a third, 16 epochs", "hypermae": "HyperMAE",
+    "ginr": "MINR, joined", "ginr_mean": "MINR, mean", "imae": "i-MAE"}
+FIRST = ("untrained", "scratch", "mae", "crossmae", "crossmae_25", "hypermae", "ginr", "imae")
+PIXELS = "random 0.750 psnr_masked"
+TOP1 = {"20-NN": "20-NN, %", "linear": "linear, %", "1%": "1% of labels", "10%": "10%",
+        "100%": "100%"}
+BATCHES = {"micro": 64, "tiny": 512}                       # images in a training step
+BRANCH, CONTROL = ([f"alpha {alpha} {source} subordinate" for alpha in ("0.200", "0.400", "0.450")]
+                   for source in ("branch", "control"))
+MORE = {  # differences A - B: A, B, columns of A, and those of B if they are others
+    "MINR - MAE: PSNR of the whole image; random masks of 50, 75 and 90%, grid, block": (
+        "ginr", "mae", [f"{mask} psnr_decoded" for mask in (
+            "random 0.500", "random 0.750", "random 0.900", "grid 0.750", "block 0.750")]),
+    "i-MAE's branch - MAE's latent of the mixture: R^2; weights of 20, 40 and 45%": (
+        "imae", "imae", BRANCH, CONTROL),
+    "i-MAE's branch without distillation - the same: R^2": (
+        "imae_alone", "imae_alone", BRANCH, CONTROL),
+    "visible - masked: attention of MAE's mask tokens": (
+        "mae", "mae", ["block sum visible"], ["block sum masked"])}
+
+
+class Numbers:
+    """All numbers of one table: found[encoder, column] is {seed: [number of each run]}."""
+
+    def __init__(self, table, lines):
+        self.table, self.title = table, re.search(r"ViT-\w+, \d+ epochs", table)[0]
+        self.size = re.search(r"ViT-(\w+)", table)[1]
+        self.found = defaultdict(lambda: defaultdict(list))
+        for line in lines:
+            for name, number in line["numbers"].items():
+                column = line["column"] if name == "top1" else name
+                self.found[line["encoder"], column][line["seed"]].append(number)
+
+    def cell(self, encoder, column):
+        """Return mean ± sample standard deviation over all runs; "" if there are none."""
+        values, places = sum(self.found[encoder, column].values(), []), precision(column)[0]
+        spread = f" ± {stdev(values):.{places}f}" if len(values) > 1 else ""
+        return f"{mean(values):.{places}f}{spread}" if values else ""
+
+    def minus(self, a, b, column, column_b=None):
+        """Return the mean of A - B over each run of A and each run of B with the same seed, bold if
+        it is clear by the rule in RESULTS.md; "" with fewer than three seeds."""
+        a, b = self.found[a, column], self.found[b, column_b or column]
+        seeds, (places, floor) = a.keys() & b.keys(), precision(column)
+        if len(seeds) < 3:
+            return ""
+        values = [x - y for seed in seeds for x in a[seed] for y in b[seed]]
+        text = f"{mean(values):+.{places}f}"
+        return f"**{text}**" if abs(mean(values)) > max(2 * stdev(values), floor) else text
+
+
+def read_numbers(path):
+    """Return the Numbers of each table in a .jsonl file."""
+    found = defaultdict(list)
+    for line in read_lines(path):
+        found[line["table"]].append(line)
+    return [Numbers(table, lines) for table, lines in found.items()]
+
+
+def precision(column):
+    """Return the number of decimals to print, and the floor that a mean difference must exceed."""
+    if column in TOP1:
+        return 1, 0.5                                      # points of accuracy
+    return (3, 0.005) if re.match("alpha|block sum", column) else (2, 0.02)    # R^2, attention; dB
+
+
+@functools.cache
+def multiply_adds(encoder, size):
+    """Return the multiply-adds of a training step, forward and backward, per image."""
+    method, flags = PRETRAINED[encoder]
+    given = {**SIZES[size], **METHODS[method].low_res_config, **flags}
+    given.pop("lr", None)
+    if "teacher" in flags:                                 # frozen: it has no backward pass
+        given["teacher"] = SIZES[size]
+    model = METHODS[method](32, 4, 3, **given)
+    one, two = (count_flops(lambda: model(torch.zeros(B, 3, 32, 32))[0].backward()) / 2
+                for B in (1, 2))
+    return two - one + (2 * one - two) / BATCHES[size]     # some work is done once per batch
+
+
+def cost(encoder, size):
+    """Return the multiply-adds of pretraining relative to MAE's (with those of its teacher's)."""
+    if encoder not in PRETRAINED or encoder == "untrained" or size not in BATCHES:
+        return ""
+    ratio = LONGER.get(encoder, 1) * multiply_adds(encoder, size) / multiply_adds("mae", size)
+    return f"{ratio:.2f}" + f" ({ratio + 1:.2f})" * ("teacher" in PRETRAINED[encoder][1])
+
+
+def markdown(heads, rows):
+    lines = [heads, ["---"] * len(heads), *(row for row in rows if any(row[1:]))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def results(every, encoders, columns):
+    """Return a table of results, side by side for `every`. Bold: clearly different from MAE."""
+    heads, rows = [""], [[NAMES[encoder]] for encoder in encoders]
+    for numbers in every:
+        heads += [f"{numbers.title}: {columns[PIXELS]}", *[*columns.values()][1:], "cost"]
+        for row, encoder in zip(rows, encoders):
+            for column in columns:
+                bold = "**" if numbers.minus(encoder, "mae", column).endswith("**") else ""
+                row.append(f"{bold}{numbers.cell(encoder, column)}{bold}")
+            row.append(cost(encoder, numbers.size) if row[-len(columns)] else "")
+    return markdown(heads, rows)
+
+
+def tables(numbers):
+    """Return three tables: results, their differences from MAE, and the differences in MORE."""
+    columns, more = {PIXELS: "pixels, dB", **TOP1}, []
+    minus = [[name, *(numbers.minus(encoder, "mae", column) for column in columns)]
+             for encoder, name in NAMES.items() if encoder != "mae"]
+    for name, (a, b, columns_a, *columns_b) in MORE.items():
+        found = [numbers.minus(a, b, *pair) for pair in zip(columns_a, *columns_b)]
+        more.append([name, ", ".join(filter(None, found))])
+    return "\n".join([results([numbers], NAMES, columns), markdown(["minus MAE", *columns.values()],
+                      minus), markdown(["more differences", numbers.title], more)])
+
+
+# ------------------------------------------------------------------ pictures
+WIDTH, HEIGHT = 415, 380                                   # the size of a panel
+LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # the part of it with dots
+STYLE = """
+  text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+  .back { fill: #ffffff } .grid { stroke: #d0d7de } .dot { opacity: .45 }
+  circle { fill: currentColor } polyline { stroke: currentColor; stroke-width: 2; fill: none }
+  .mae { color: #0969da } .crossmae { color: #1a7f37 } .crossmae_25 { color: #4fb3a5 }
+  .hypermae { color: #cf222e } .ginr { color: #d18616 } .imae { color: #8250df }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc } .back { fill: #0d1117 } .grid { stroke: #30363d } }
+"""
+
+
+def scale(values, start, stop):
+    """Return a function that places a value between start and stop, and round values to mark."""
+    low, high = min(values), max(values)
+    margin = 0.1 * (high - low) or 1
+    low, high = low - margin, high + margin
+    step = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if (high - low) / step < 8)
+    ticks = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return lambda value: start + (value - low) / (high - low) * (stop - start), ticks
+
+
+def panel(title, x_name, y_name, series, joined=False, shift=0):
+    """Return a panel as SVG, with a dot for each point of each series (class, label, points), and
+    a line that joins them or a large dot at their mean."""
+    def text(x, y, words, anchor="middle", more=""):
+        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{words}</text>'
+
+    (x_of, x_ticks), (y_of, y_ticks) = (
+        scale([point[i] for *_, points in series for point in points], *ends)
+        for i, ends in enumerate(((LEFT, RIGHT), (BOTTOM, TOP))))
+    lines = [f'<g transform="translate({shift})">', text(LEFT, 22, title, "start"),
+             text((LEFT + RIGHT) / 2, BOTTOM + 42, x_name),
+             text(-(TOP + BOTTOM) / 2, 16, y_name, more='transform="rotate(-90)"')]
+    for x in x_ticks:
+        lines += [f'<path class="grid" d="M{x_of(x):.1f} {TOP}V{BOTTOM}"/>',
+                  text(x_of(x), BOTTOM + 18, f"{x:g}")]
+    for y in y_ticks:
+        lines += [f'<path class="grid" d="M{LEFT} {y_of(y):.1f}H{RIGHT}"/>',
+                  text(LEFT - 8, y_of(y) + 4.5, f"{y:g}", "end")]
+    for kind, label, points in series:
+        places = [(round(x_of(x), 2), round(y_of(y), 2)) for x, y in points]
+        x, y = places[-1] if joined else (mean(axis) for axis in zip(*places))
+        lines += [f'<circle class="{kind} dot" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
+        path = " ".join(f"{x},{y}" for x, y in places)
+        lines.append(f'<polyline class="{kind}" points="{path}"/>' if joined else
+                     f'<circle class="{kind}" cx="{x:.2f}" cy="{y:.2f}" r="7"/>')
+        lines.append(text(min(x, RIGHT - 4 * len(label)), y - 13, label))
+    return "\n".join([*lines, "</g>"])
+
+
+def seeds_of(numbers):
+    """Return the series of a panel: masked PSNR and 20-NN of every seed, for each method."""
+    for encoder in FIRST[2:]:
+        psnr, knn = (numbers.found[encoder, column] for column in (PIXELS, "20-NN"))
+        points = [(mean(psnr[seed]), mean(knn[seed])) for seed in sorted(psnr.keys() & knn.keys())]
+        if points:
+            yield encoder, NAMES[encoder], points
+
+
+def draw(path, panels):
+    """Write a picture of panels side by side."""
+    size = f'width="{WIDTH * len(panels)}" height="{HEIGHT}"'
+    path.write_text("\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>",
+        f'<rect class="back" {size} rx="6"/>', *panels, "</svg>\n"]), encoding="utf-8")
+
+
+def fill(path, parts):
+    """Write each part between its marks, <!-- name --> and <!-- /name -->."""
+    text = path.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = re.sub(rf"(<!-- {name} -->\n).*(<!-- /{name} -->)",
+                      lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_tables(folder):
+    """Write the tables for which RESULTS.md has marks, the README's table, and the pictures."""
+    pictures, text = folder.parent / ".github", (folder / "RESULTS.md").read_text("utf-8")
+    every = [numbers for numbers in read_numbers(folder / OUT.name)
+             if f"<!-- {numbers.table} -->" in text]
+    fill(folder / "RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
+    fill(folder.parent / "README.md", {"results": results(every, FIRST, {
+        PIXELS: "pixels, dB", "20-NN": "20-NN, %", "100%": "fine-tuned, %"})})
+    draw(pictures / "results.svg", [
+        panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
+              "20-NN accuracy, % (up is better)", [*seeds_of(numbers)], shift=i * WIDTH)
+        for i, numbers in enumerate(every)])
+    curves = [(kind, log.stem.partition("_")[2].replace("_", " "), [
+        (row["epoch"], row["top1"]) for row in read_lines(log) if "top1" in row])
+        for kind, log in zip(FIRST[2:], sorted(folder.glob("recipe_*.jsonl")))]
+    if curves:
+        draw(pictures / "recipe.svg", [
+            panel("CIFAR-10", "epoch", "top-1 accuracy, %", curves, joined=True)])
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser("tests.results", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    names, option = [*PRETRAINED, *SOURCES, *SWEEP], parser.add_argument
-    columns = ["20-NN", "PSNR", *TUNED, "held out"]
-    for name, default in dict(data="cifar10", other="shapes", held_out="data/held_out",
-                              size="micro", epochs=10, finetune_epochs=3).items():
+    names, option = list({**PRETRAINED, **SOURCES}), parser.add_argument
+    for name, default in dict(data="cifar10", size="micro", epochs=10).items():
         option(f"--{name}", default=default, type=type(default), help=f"({default})")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
     option("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    option("--columns", nargs="*", choices=columns, default=columns,
-           help=", ".join(columns).replace("%", "%%"))
-    option("--out", type=Path, default=Path("tests/results.jsonl"), help="(tests/results.jsonl)")
+    option("--out", type=Path, default=OUT, help=f"({OUT})")
+    option("--tables", action="store_true")
     args, args.pretraining = parser.parse_known_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.touch()
-    if not Path(args.data, "train").is_dir():              # a download has no files to link
-        args.columns = [column for column in args.columns if column != "held out"]
-    elif "held out" in args.columns and not Path(args.held_out).exists():
-        hold_out(args.data, args.held_out)
-    run_all(args, " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs",
-                            *args.pretraining]))
+    if args.tables and args.out == OUT:
+        write_tables(OUT.parent)
+    elif args.tables:
+        print(*map(tables, read_numbers(args.out)), sep="\n")
+    else:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.touch()
+        run_all(args, " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs",
+                                *args.pretraining]))
 
 
 if __name__ == "__main__":
