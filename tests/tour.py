@@ -273,7 +273,7 @@ def picture(name, x, letters, names, model, text=""):
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
             return png(1 - grid.expand(3, -1, -1), side, f"{text}black: 1, masked")
         return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
-    if x.ndim == 2 and x.dtype == torch.long and size < L and x.max() < L:
+    if x.ndim == 2 and x.dtype == torch.long and size < L and 0 <= x.min() <= x.max() < L:
         grid = torch.zeros(L).index_fill(0, x[0], 1).view(encoder.grid)
         return png(grid.expand(3, -1, -1), side, f"white: {name or 'these patches'}")
     image, places = None, places_of(n, names, encoder)
