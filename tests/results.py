@@ -48,8 +48,8 @@ TUNED = {  # column: flags of finetune.py
     "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
 PRINTED = re.compile(  # what the tables need of the numbers that --eval prints
-    r"random 0\.750 psnr_masked|\w+ 0\.\d+ psnr_decoded|block sum (visible|masked)|"
-    r"alpha 0\.(200|400|450) (branch|control) subordinate")
+    r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
+    r"block sum (visible|masked)|alpha 0\.(200|400|450) (branch|control) subordinate")
 
 
 def commands(args, name, seed):
@@ -123,9 +123,9 @@ def run_all(args, table):
         for column, command in asked if any(column for column, _ in asked) else ():
             numbers = run(command.replace("{runs}", runs))             # a finished run ends at once
             if column:
-                line = dict(table=table, encoder=name, column=column, seed=seed, numbers=numbers,
+                line = dict(table=table, encoder=name, column=column, seed=seed,
                             command=re.sub(" --eval_every.*", "", command),
-                            made=f"{time.strftime('%Y-%m-%d')}, {made}")
+                            made=f"{time.strftime('%Y-%m-%d')}, {made}", numbers=numbers)
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
