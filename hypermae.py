@@ -118,7 +118,7 @@ class HyperMAE(nn.Module):
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
-        W = self.weight_tokens.expand(len(x), -1, -1)                  # (B, n, D) W^0
+        W = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
         x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W

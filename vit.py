@@ -13,7 +13,6 @@ Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearc
 """
 
 import math
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +74,9 @@ def patchify(images, patch_size):
 def unpatchify(patches, patch_size, grid):
     """Invert patchify: patches (B,L,p*q*C) of a grid (h, w) -> images (B,C,h*p,w*q)."""
     (h, w), (p, q) = grid, pair(patch_size)
-    x = patches.reshape(len(patches), h, w, p, q, -1)                  # (B, h, w, p, q, C)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, h * p, w * q)  # (B, C, H, W)
+    B = patches.shape[0]                                   # len() would be a constant in an export
+    x = patches.reshape(B, h, w, p, q, -1)                             # (B, h, w, p, q, C)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(B, -1, h * p, w * q)    # (B, C, H, W)
 
 
 def gather_patches(x, ids):
@@ -93,23 +93,22 @@ def normalize_patches(patches):
     return (patches - mean) / std, mean, std               # (B, L, N), (B, L, 1), (B, L, 1)
 
 
-@lru_cache
 def per_channel(values, device):
-    """Return `values` as a tensor (C,1,1), cached because each copy to a GPU takes time."""
-    return torch.tensor(values, device=device).view(-1, 1, 1)
+    """Return `values` as a tensor (C,1,1), created on the device: a copy to a GPU would wait."""
+    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
 
 
 def normalize(images, model):
     """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
-    mean = per_channel(tuple(model.mean), images.device)               # (C, 1, 1)
-    std = per_channel(tuple(model.std), images.device)                 # (C, 1, 1)
+    mean = per_channel(model.mean, images.device)                      # (C, 1, 1)
+    std = per_channel(model.std, images.device)                        # (C, 1, 1)
     return (images / 255 - mean) / std
 
 
 def denormalize(images, model):
     """Turn model input or output (B,C,H,W) into float images in [0, 1]: x * std + mean, clamped."""
-    mean = per_channel(tuple(model.mean), images.device)               # (C, 1, 1)
-    std = per_channel(tuple(model.std), images.device)                 # (C, 1, 1)
+    mean = per_channel(model.mean, images.device)                      # (C, 1, 1)
+    std = per_channel(model.std, images.device)                        # (C, 1, 1)
     return (images.float() * std + mean).clamp(0, 1)
 
 
@@ -291,7 +290,7 @@ class ViT(nn.Module):
         """Choose visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), as from masking.
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
         Raises ValueError if its shape is not (B,L), or if a bool mask does not leave K visible."""
-        B, L = len(images), self.num_patches
+        B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
@@ -319,7 +318,7 @@ class ViT(nn.Module):
     def add_learned_tokens(self, tokens):
         """Put the class token before tokens (B,K,D), and any extra tokens after them: (B,1+K,D) or
         (B,1+K+G,D)."""
-        B = len(tokens)
+        B = tokens.shape[0]                                # not len(): see unpatchify
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
         parts = [cls.expand(B, -1, -1), tokens]
         if self.extra_tokens is not None:

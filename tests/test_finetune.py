@@ -46,6 +46,25 @@ def test_features(pool, extra, width):
     assert wanted.shape == (2, width) and model.logits(images).shape == (2, 3)
 
 
+@pytest.mark.parametrize("pool, extra, onnx", [("mean", 0, 0), ("joined", 3, 0), ("joined", 3, 1)])
+def test_export(pool, extra, onnx, tmp_path):
+    """As in REFERENCE.md, from pixels to logits, with a batch of any size. The model itself stays
+    as it is."""
+    if onnx:
+        runtime, _ = map(pytest.importorskip, ("onnxruntime", "onnxscript"))
+    model = classifier(pool=pool, extra_tokens=extra, mean=(0.4, 0.5, 0.6))
+    torch.nn.init.normal_(model.head.weight)
+    images, model.forward = random_images(5), model.classify
+    program = torch.export.export(model, (images[:2],), strict=False,
+                                  dynamic_shapes=[{0: torch.export.Dim("batch")}])
+    wanted, run = model.classify(images), program.module()
+    if onnx:
+        torch.onnx.export(program, dynamo=True).save(tmp_path / "x.onnx")
+        session = runtime.InferenceSession(tmp_path / "x.onnx")
+        run = lambda x: torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+    assert all(torch.allclose(run(images[:n]), wanted[:n], atol=1e-4) for n in (1, 5))
+
+
 def test_extra_tokens_travel(pretrain, folder, capsys):
     """From a MINR to a classifier and to other models; also from an encoder alone."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()

@@ -188,6 +188,17 @@ def test_noise_and_masks(name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_export_takes_any_batch(name):
+    """Exported with two images, encoder, decoder and pasting give the same for five."""
+    model, inputs, batch = build(name), images_and_noise(5), {0: torch.export.Dim("batch")}
+    model.forward = model.reconstruct
+    program = torch.export.export(model, tuple(x[:2] for x in inputs), strict=False,
+                                  dynamic_shapes=[batch, batch])
+    assert all(torch.allclose(*pair, atol=1e-5)
+               for pair in zip(model(*inputs), program.module()(*inputs)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_every_argument_is_tested(name):
     tried = {argument for options in SHARED + OPTIONS[name] for argument in options}
     missing = method_arguments(METHODS[name]).keys() - tried
