@@ -72,7 +72,7 @@ def finetune(args):
               f"{k} neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
         return row
     if args.eval_every is None:                            # few labels make short epochs
-        args.eval_every = max(1, round(len(val.labels) / len(train.labels)))
+        args.eval_every = max(1, args.epochs // 50, round(len(val.labels) / len(train.labels)))
     make_inputs = augmentation(train, model, img_size, args)
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
 

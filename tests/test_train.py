@@ -346,7 +346,7 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
 
 
 @pytest.mark.parametrize("cores, processes, platform, wanted", [
-    (6, None, "linux", 6), (20, None, "linux", 8), (16, "4", "linux", 4), (6, None, "darwin", 0)])
+    (6, None, "linux", 6), (20, None, "linux", 16), (16, "4", "linux", 4), (6, None, "darwin", 0)])
 def test_default_workers(monkeypatch, cores, processes, platform, wanted):
     """The cores that this process may use are shared by the processes of its machine."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)}, raising=False)
@@ -446,9 +446,10 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
 def test_speed(pretrain, monkeypatch):
     """By a clock that advances a second with each look at it; a batch arrives after one."""
     monkeypatch.setattr(train, "perf_counter", itertools.count().__next__)
-    row, *_ = pretrain("--epochs", "1")["history"]         # 40 images in 5 steps
+    _, row = pretrain("--epochs", "2")["history"]          # 40 images in 5 steps
     assert row["img_s"] == round(40 / row["train_s"], 1)
     assert row["wait"] == round(5 / row["train_s"], 3)
+    assert row["between"] == round(3 / (3 + row["train_s"]), 3)        # the evaluation takes one
 
 
 def keys(n, epoch, seed=0, **more):
@@ -575,6 +576,14 @@ def test_a_short_run(dry):
     assert dry(train.main, "--epochs 3 --warmup_epochs 2.5", 32)["warmup_epochs"] == 2.5
 
 
+@pytest.mark.parametrize("main, words", [(train.main, ""), (finetune.main, "--mode scratch ")])
+def test_a_run_is_evaluated_at_most_99_times(dry, main, words):
+    """Unless --eval_every is given."""
+    for epochs, wanted in ((0, 1), (10, 1), (99, 1), (100, 2), (800, 16)):
+        assert dry(main, f"{words}--epochs {epochs}", 32)["eval_every"] == wanted
+    assert dry(main, f"{words}--epochs 800 --eval_every 7", 32)["eval_every"] == 7
+
+
 @pytest.mark.parametrize("main, words", [
     *((train.main, f"--method {name}") for name in train.METHODS),
     (finetune.main, "--mode scratch"), (finetune.main, "--mode linear")])
@@ -633,6 +642,7 @@ def test_a_run_leaves_everything(pretrain, capsys):
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
     assert content["torch"] == torch.__version__ and content["mean"] == MAE.mean
+    assert same(content["model"], train.read_checkpoint("runs/mae", mmap=True)["model"])
 
 
 def test_evaluating_now_and_then(pretrain, monkeypatch):
@@ -849,14 +859,23 @@ def test_a_bug_has_its_traceback(pretrain, monkeypatch, name, error):
         pretrain()
 
 
+@pytest.mark.parametrize("side, batch_size, accum, wanted", [
+    (32, 2, 1, 250), (64, 2, 1, 250), (224, 2, 1, 20), (224, 100, 2, 50), (224, 4096, 1, 250)])
+def test_batches_to_validate_on(side, batch_size, accum, wanted):
+    """They are as large as those that are trained on, but not tiny."""
+    data = train.ImageDataset(torch.zeros(600, 3, 1, 1), [0] * 600, [])
+    args = settings(batch_size=2 * batch_size, accum=accum, world=2)
+    assert len(next(train.val_batches(data, args, (side, side)))[0]) == wanted
+
+
 def test_validation_is_as_training(pretrain, tune, spy):
-    """It runs in mixed precision and in batches no larger than a piece, but in eval mode."""
+    """It runs in mixed precision, but in eval mode."""
     for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
         seen = spy(cls, name, lambda self, images, *_: (
             torch.is_autocast_enabled("cpu"), len(images), self.training))
         modes = spy(cls, "forward", lambda self, *_: self.training)
         run("--accum", "2", "--amp", "bf16", name=name)    # TINY: 2 epochs, --batch_size 8
-        assert {*seen} - {(True, 4, True)} == {(True, 4, False), (True, 3, False)}
+        assert {*seen} - {(True, 4, True)} == {(True, 11, False)}
         assert modes == [True] * 20                        # also after the first validation
 
 
@@ -868,7 +887,7 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     drawn = spy(train, "save_picture", lambda columns, path: columns)
     words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]
     pretrain(*words, name="all", own=[])
-    images, noise = (torch.cat(parts) for parts in zip(*seen))         # of batches of 8
+    images, noise = (torch.cat(parts) for parts in zip(*seen))
     truth = train.open_data(str(folder), (16, 24), settings())[1].images / 255
     found = [(x - truth).abs().amax((1, 2, 3)).argmin().item()
              for x in denormalize(images, train.load_model("runs/all"))]
