@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from glob import glob
+from io import BytesIO
 from itertools import chain, islice, tee
 from pathlib import Path
 from time import perf_counter, sleep
@@ -549,8 +550,11 @@ def open_folder(root, img_size, args):
                  f"not all processes find the same images in --data {root}", args)
     train, val = [ImageDataset(*part) for part in parts]
     n = len(train.labels)
-    shapes = [train.read(i)[0].shape for i in range(0, n, math.ceil(n / 50))]
-    _, high, wide = (max(sides) for sides in zip(*shapes))
+    samples = (train.read(i)[0] for i in range(0, n, math.ceil(n / 50)))
+    high, wide, bright = map(max, zip(*((*x.shape[1:], x.max().item()) for x in samples)))
+    if bright < 32:
+        print(f"note    the images in {root} are nearly black (at most {bright} of 255): do 16-bit "
+              f"files hold fewer bits?")
     val.read(0)                                            # InputError if no val file can be read
     if img_size is not None:
         H, W = img_size
@@ -712,12 +716,16 @@ def center_crop(image, img_size, fraction):
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright, with transparent pixels on a white
     background. JPEGs take a fast path."""
-    data = torchvision.io.read_file(file)
-    if data[:2].tolist() == [0xFF, 0xD8]:                  # the first bytes of every JPEG
+    data = Path(file).read_bytes()
+    if data[:2] == b"\xff\xd8":                            # the first bytes of every JPEG
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    image = ImageOps.exif_transpose(Image.open(file))
+    image = ImageOps.exif_transpose(Image.open(BytesIO(data)))
     require(image.mode != "F", "floating-point images are not supported")
     if image.mode.startswith("I"):                         # convert() would clip values above 255
+        image = image.convert("I")                         # 16 bits, in either byte order
+        low, high = image.getextrema()
+        require(0 <= low and high < 2 ** 16, f"values from {low} to {high} do not fit 16 bits")
         image = image.point(lambda value: value / 256).convert("L")
     if "A" in image.mode or "transparency" in image.info:
         image = image.convert("RGBA")

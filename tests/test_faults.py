@@ -183,9 +183,11 @@ def test_broken_images_are_replaced(tmp_path, monkeypatch, capfd, side, words):
     write_pictures(Path("data/val"), "ab", 3, side)
     bad = write_broken(Path("data/train/a"))
     write_pictures(Path("data/train"), "ab", 14, side)     # 33 files
-    bad += [Path("data/train/a/0.png"), Path("data/train/a/1.tif")]
-    Image.new("RGB", (70, 70)).save(bad[-2])
-    Image.new("F", (side, side), 0.5).save(bad[-1])        # floating-point numbers
+    for name, mode, value in (("1.tif", "F", 0.5), ("2.tif", "I", -1), ("3.tif", "I", 2 ** 16)):
+        bad.append(Path("data/train/a", name))             # 32 bits
+        Image.new(mode, (side, side), value).save(bad[-1])
+    bad.append(Path("data/train/a/0.png"))
+    Image.new("RGB", (70, 70)).save(bad[-1])
     train.main(["--data", "data", *TINY, *DECODER, "--img_size", "16", *words])
     said = "".join(capfd.readouterr()).splitlines()
     assert [sum(str(path) in line for line in said) for path in bad] == [1] * len(bad)

@@ -144,6 +144,15 @@ def test_the_size_is_of_a_sample(tmp_path):
     assert size == (224, 224) and isinstance(split.images[0], str)
 
 
+@pytest.mark.parametrize("bits", [12, 13])
+def test_images_that_are_nearly_black(tmp_path, capsys, bits):
+    """A note says so, as it does for 12 bits in 16-bit files."""
+    for i in range(4):
+        Image.fromarray(np.full((8, 8), 2 ** bits - 1, "uint16")).save(tmp_path / f"{i}.png")
+    train.open_data(str(tmp_path), None, settings())
+    assert ("nearly black (at most 15 of 255)" in capsys.readouterr().out) == (bits == 12)
+
+
 @pytest.mark.parametrize("sides, size, patch_size", [
     ((155, 155), (144, 144), (16, 16)), ((97, 97), (96, 96), (12, 12)),
     ((50, 70), (48, 64), (6, 8)), ((33, 33), (32, 32), (4, 4)), ((427, 640), (224, 224), (16, 16))])
@@ -238,16 +247,21 @@ def test_copies_block_except_on_cuda(folder, spy):
 
 
 def test_decoders(tmp_path):
-    """JPEGs equal PIL's to the bit, transparency becomes white, 16 bits are scaled to 8."""
+    """JPEGs equal PIL's to the bit, transparency becomes white, 16 bits are scaled to 8. Names need
+    not be UTF-8."""
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (5, 7, 3), "uint8")).resize((70, 50))
     deep = rng.integers(0, 65536, (5, 7), "uint16")
+    high = Image.fromarray((deep >> 8).astype("uint8"))
+    swapped = Image.frombytes("I;16B", (7, 5), deep.astype(">u2").tobytes())
     clear = image.convert("RGBA")
     clear.putalpha(Image.new("L", image.size, 0))
     palette = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
     white = Image.new("RGB", image.size, "white")
     cases = [(f"{kind}.jpg", image.convert(kind), None, {}) for kind in ("RGB", "L", "CMYK")]
     cases += [(f"{mode} 狮.png", image.convert(mode), None, {}) for mode in ("L", "LA", "RGBA")]
+    cases += [(f"caf\udce9.{end}", image, None, {}) for end in ("jpg", "png")
+              if sys.platform == "linux"]
     for turn in range(1, 9):
         exif = image.getexif()
         exif[0x0112] = turn
@@ -255,7 +269,8 @@ def test_decoders(tmp_path):
     cases += [("point.jpg", image.resize((1, 1)), None, {}), ("a.png", clear, white, {}),
               ("p.png", palette, palette.convert("RGB"), {}),
               ("t.png", palette, white, dict(transparency=bytes(4))),
-              ("16.png", Image.fromarray(deep), Image.fromarray((deep >> 8).astype("uint8")), {}),
+              ("16.png", Image.fromarray(deep), high, {}), ("16.tif", swapped, high, {}),
+              ("32.tif", Image.fromarray(deep.astype("int32")), high, {}),
               ("x.bmp", image, image, {}), ("x.webp", image, image, dict(lossless=True))]
     for name, saved, wanted, more in cases:
         saved.save(tmp_path / name, **more)
