@@ -13,8 +13,9 @@ PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),
                masked=(0, 1, 3, 4, 6, 7, 8, 9, 10, 13, 14, 15))
 SIDE, MID, WORDS = 64, 32, 81          # an image's side and centre; y of the words below the images
 MARKS = Path(__file__).with_suffix(".svg").read_text(encoding="utf-8").split("\n", 1)[1]
-KEY = dict(a="visible patch", x="blended patch", masked="masked patch", z="masked pixels set to 0",
-           c="class token", m="mask token: learned, plus a position", l="weight token, learned",
+KEY = dict(a="visible patch", b="visible, second image", x="blended patch", masked="masked patch",
+           z="masked pixels set to 0", o="not in the loss", wire="the loss compares",
+           c="class token", m="mask token, learned, with position", l="weight token, learned",
            w="weight token, encoded", own="made for each image", shared="shared by all images",
            block="transformer block", frozen="trained before, frozen", new="differs from MAE")
 
@@ -60,16 +61,13 @@ class Drawing:
         for x0, x1 in spans:
             self.arrow((x0, y), (x1, y))
 
-    def image(self, x, y, which, shown, others="masked", blur="none", size=SIDE):
-        """Draw the patches `shown` of an image. The others have the class `others`; if they are
-        empty, those that the encoder saw are marked as visible."""
+    def image(self, x, y, img, shown, others="masked", blur="none", size=SIDE):
+        """Draw the patches `shown` of an image, and the others as squares of the class `others`."""
         rest = {*PATCHES["all"]} - {*PATCHES[shown]}
-        seen = rest.intersection(PATCHES["visible"] if others == "empty" else [])
-        body = tag("g", "", tag("use", "", href=f"#{which}", filter=blur),
-                   clip_path=f"url(#{shown})") + tag("path", others, d=squares(rest, 1))
-        body += tag("path", "b" if which == "house" else "a", d=squares(seen, 5))
+        body = tag("g", "", tag("use", "", href="#" + img, filter=blur), clip_path=f"url(#{shown})")
+        body += tag("path", others, d=squares(rest, 6 if others == "o" else 1))
         self.add("g", "", body, transform=f"translate({x} {y}) scale({size / SIDE})")
-        self.used.add(others)
+        self.used.update([others] * bool(rest))
 
     def tokens(self, x, columns, y=MID):
         """Draw columns of tokens, a letter each. The first is centred on y; all end together."""
@@ -84,41 +82,42 @@ class Drawing:
             self.rect(x + 15 * i, y - height / 2, 8, height, cls, 2.5)
 
     # ---------------------------------------------- parts of several methods, from left to right
-    def encoder(self, words, y=MID, image="hills", tokens="caaaa", output=""):
+    def encoder(self, words="encoder", y=MID, image="hills", tokens="caaaa", output=""):
         self.image(14, y - MID, image, "visible")
         self.tokens(140, tokens, y)
         self.blocks(168, 4, y)
         self.flow(y, (82, 136), (153, 165), *[(224, 236)] * bool(output))
         self.tokens(239, output, y)
         self.say((109, y - 6, "`ids_keep"), (109, y + 13, "`(B,K)"), (132, y + 48, "|`(B,1+K,D)"),
-                 (184, y + 48, words + "|`encoder"))
+                 (188, y + 48, words + "|`encoder"))
 
-    def decoder(self, y=MID, tokens="caaaa"):
+    def decoder(self, start, y=MID, tokens="caaaa"):
         self.tokens(478, tokens + " mmmm mmmm mmmm", y)
         self.blocks(537, 2, y, 56)
-        self.flow(y, (526, 534), (564, 638))
-        self.say((601, y - 6, "linear"), (601, y + 13, "`decoder_pred"))
+        self.flow(y, (start, 474), (526, 534), (564, 638))
+        self.say((590, y - 6, "linear"), (601, y + 13, "`decoder_pred"))
 
     def mlp(self, what, tall, wide, product, shape, layers):
         """Draw an MLP. Its second layer is the product of matrices of the classes tall and wide."""
         for x, rows, columns, cls in (345, 4, 3, tall), (378, 3, 4, wide):
             for i in range(12):
-                self.rect(x + i % columns * 8, MID - 4 * rows + i // columns * 8, 7, 7, cls, 0)
-        self.arrow((377, MID - 20), (377, -7), (541, -7), (541, 5))
+                self.rect(x + i % columns * 8, 26 - 4 * rows + i // columns * 8, 7, 7, cls, 0)
+        self.add("path", "wire", d="M344 8V4H410V8")                       # a bracket above both
+        self.arrow((377, 4), (377, -7), (541, -7), (541, 5))
         self.rect(446, MID - 14, 28, 28, "shared", 2)
         for i in (7, 14, 21) if what == "patch" else [18]:
             self.add("path", "thin", d=f"M{446 + i} 18v28M446 {46 - i}h28")
-        self.rect(*(460, 25, 7, 7, "c", 0) if what == "patch" else (461.5, 25.5, 5, 5, "c"))
+        self.rect(*(460, 25, 7, 7, "ink", 0) if what == "patch" else (461.5, 25.5, 5, 5, "ink"))
         nodes = [[(505 + 24 * i, MID + 20 * (j - (n - 1) / 2)) for j in range(n)]
                  for i, n in enumerate((2, 3, 3, 3))]
         for cls, start, end in zip(("thin", "thick", "thin"), nodes, nodes[1:]):
             self.add("path", cls, d="".join(f"M{x} {y}L{X} {Y}" for x, y in start for X, Y in end))
         for x, y in sum(nodes, []):
-            self.add("circle", "block", cx=x, cy=y, r=3.5)
+            self.add("circle", "shared", cx=x, cy=y, r=3.5)
         self.flow(MID, (478, 497), (586, 638))
-        self.say((373, MID + 4, "×"), (377, "one layer,|for each image|" + product),
-                 (460, f"{what}|position|`coords|{shape}"), (470, 7, "`fourier_features"),
-                 (549, "MLP; its grey parts:|shared by all images|" + layers))
+        self.say((373, 30, "×"), product, (460, f"{what}|position|`coords|{shape}"),
+                 (470, 7, "`fourier_features"),
+                 (555, "MLP; all but orange:|shared by all images|" + layers))
 
     def loss(self, words, shape, shown="masked", rows=(("hills", MID),)):
         """Compare predictions, of a shape, with originals: images, each centred on a height y."""
@@ -126,8 +125,8 @@ class Drawing:
         if words != "masked patches":
             self.rect(652, bottom + 4, 150, 18 + 14 * words.count("|"))
         for image, y in rows:
-            self.image(642, y - MID, image, shown, "empty", "url(#blur)")
-            self.image(748, y - MID, image, shown, "empty")
+            self.image(642, y - MID, image, shown, "o", "url(#blur)")
+            self.image(748, y - MID, image, shown, "o")
             self.arrow((710, y), (744, y), both=True)
         self.say((727, bottom + 17, words), (674, bottom + 44, f"`pred|`{shape}"),
                  (780, bottom + 44, f"`target|`{shape}"))
@@ -136,24 +135,25 @@ class Drawing:
 # ------------------------------------- the methods; the README's picture begins with the docstrings
 def mae(d):
     """MAE: Encode only the visible patches. A small decoder predicts the masked ones."""
-    d.encoder("large encoder, kept", output="caaaa")
-    d.flow(MID, (252, 474))
-    d.decoder()
+    d.encoder("large encoder", output="caaaa")
+    d.decoder(252)
     d.loss("masked patches", "(B,M,p*p*C)")
-    d.say((46, "|`images|`(B,C,H,W)"), (243, "|`latent|`(B,1+K,D)"), (445, MID - 6, "linear"),
-          (435, MID + 13, "`decoder_embed"), (530, "small decoder, discarded"),
-          (481, "|`add_mask_tokens|`(B,1+L,E)"), (577, "|`decoder_blocks"))
+    d.say((46, "|`images|`(B,C,H,W)"), (243, "|`latent|`(B,1+K,D)"), (445, 26, "linear"),
+          (435, 45, "`decoder_embed"), (340, "after training, all methods|keep only the encoder"),
+          (530, "small decoder"), (481, "|`add_mask_tokens|`(B,1+L,E)"), (577, "|`decoder_blocks"))
     return "M = 12 masked. D, E: widths of encoder and decoder"
 
 
 def crossmae(d):
-    """CrossMAE: Mask tokens see only visible patches, not each other, so some can be left out."""
+    """CrossMAE: Mask tokens attend to encoder tokens, not each other, so some can be left out."""
     d.rect(138, -13, 114, 13)
-    d.rect(230, -13, 382, d.low)
-    d.encoder("encoder, kept")
-    d.add("path", "wire", d="M144.5 4V-7M172 0V-7M187 0V-7M202 0V-7M217 0V-7")
+    d.rect(230, -13, 394, d.low)
+    d.encoder()
+    for x, y in (157, MID), (172, 0), (187, 0), (202, 0), (217, 0):
+        d.add("circle", "soft", cx=x, cy=y, r=2.5)
+        d.add("path", "wire", d=f"M{x} {y}V-7")
     for y, turn, x, end in (14, -7, 541, 0), (50, 71, 556, SIDE):      # a mix for each block
-        d.arrow((144.5, -7), (262, -7), (262, y), (275, y))
+        d.arrow((157, -7), (262, -7), (262, y), (275, y))
         d.rect(278, y - 10, 44, 20, "block", 4)
         d.flow(y, (325, 337))
         d.tokens(341, "c a a a a", y)
@@ -164,73 +164,71 @@ def crossmae(d):
         d.tokens(490, "m", y)
         d.flow(y, (502, 534), (546, 549), (564, 638))
     d.loss("masked patches,|all or some", "(B,P,p*p*C)", "some")
-    d.say((345, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
+    d.say((350, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
           (46, "|`images|`(B,C,H,W)"), (200, -17, "`maps (n,B,1+K,D)"), (300, 35, "`map_weights"),
-          (369, 35, "`dec_norms"), (369, SIDE + 4, "`(B,1+K,D)"), (463, "`mask_token|`(B,P,E)"),
-          (545, 85, "mask tokens attend|only to the mix|`cross_attn"), (601, 2, "linear"),
-          (601, SIDE + 4, "`decoder_pred"))
+          (369, 35, "`dec_norms"), (369, 68, "`(B,1+K,D)"), (463, "`mask_token|`(B,P,E)"),
+          (590, 2, "linear"), (596, 35, "`decoder_pred"),
+          (545, 85, "mask tokens attend|only to the mix|`cross_attn"))
     return "M = 12 masked, P = 4 predicted, n = 5 maps. D, E: widths of encoder and decoder"
 
 
 def hypermae(d):
     """HyperMAE: For each image, predict one layer of an MLP: patch position in, pixels out."""
-    d.rect(250, -13, 362, d.low)
-    d.encoder("encoder, kept", output="caaaa lll")
+    d.rect(250, -13, 374, d.low)
+    d.encoder(output="caaaa lll")
     d.blocks(275, 2)
     d.tokens(311, "www")
-    d.flow(MID, (265, 272), (301, 308), (324, 341))
-    d.mlp("patch", "shared", "own", "`M = T @ proj(W)|`(B,h,h)", "`(B,P,2)", "`paco_mlp")
+    d.flow(MID, (266, 273), (301, 308))
+    d.arrow((326, MID), (334, MID), (334, 52), (394, 52), (394, 41))
+    d.mlp("patch", "shared", "own", (377, "one layer,|for each image|`M = T @ proj(W)|`(B,h,h)"),
+          "`(B,P,2)", "`paco_mlp")
     d.loss("masked patches", "(B,P,p*p*C)")
-    d.say((46, "|`images|`(B,C,H,W)"), (258, -3, "`weight_tokens"), (333, 10, "linear"),
-          (286, "more blocks|`feat2w_blocks|`(B,1+K+n,D)"), (316, 58, "`W"), (357, 58, "`T"),
-          (394, 58, "`proj(W)"))
+    d.say((46, "|`images|`(B,C,H,W)"), (258, -3, "`weight_tokens"), (362, 64, "linear"),
+          (290, "more blocks|`feat2w_blocks|`(B,1+K+n,D)"), (316, 58, "`W"))
     return "P = 12 predicted, n = 3 weight tokens. D, h: widths of encoder and MLP"
 
 
 def minr(d):
     """MINR: For each image, predict weights of an MLP: pixel position in, colour out."""
-    d.rect(6, -13, 148, d.low)
-    d.rect(234, -13, 378, d.low)
+    d.rect(6, -13, 151, d.low)
+    d.rect(234, -13, 390, d.low)
     d.image(14, 0, "hills", "visible", "z")
-    d.tokens(95, "czzza zazz azzz zzaz lll")               # the columns of the image
+    d.tokens(91, "czzza zazz azzz zzaz lll")               # the columns of the image
     d.blocks(168, 4)
     d.tokens(239, "www")
-    d.flow(MID, (82, 92), (155, 165), (224, 236), (252, 341))
-    d.mlp("pixel", "own", "shared", "`W = U @ V|`(B,a,b)", "`(N,2)", "`layers")
+    d.flow(MID, (80, 88), (156, 165), (224, 236), (254, 341))
+    d.mlp("pixel", "own", "shared", (342, "one MLP layer for each image|(TransINR: all layers)|"
+                                     "`W = U @ V|`(B,a,b)"), "`(N,2)", "`layers")
     d.loss("all pixels", "(B,N,C)", "all")
-    d.say((80, "masked pixels are 0;|all patches are encoded"), (46, "||`images|`(B,C,H,W)"),
-          (116, "||`extra_tokens|`(B,1+L+G,D)"), (186, "encoder, kept|`encoder"),
-          (243, "||`tokens|`(B,G,D)"), (288, "(variant TransINR:|all layers)"), (357, 58, "`U"),
-          (296, MID - 6, "linear"), (296, MID + 13, "`to_columns"), (394, 58, "`V"))
+    d.say((82, "masked pixels are 0;|all patches are encoded"), (46, "||`images|`(B,C,H,W)"),
+          (116, "||`extra_tokens|`(B,1+L+G,D)"), (188, "encoder|`encoder"), (296, 26, "linear"),
+          (243, "||`tokens|`(B,G,D)"), (296, 45, "`to_columns"))
     return "G = 3 weight tokens. N pixels. W: a inputs, b outputs; in TransINR, W = [U ... U] * V"
 
 
 def imae(d):
-    """i-MAE: Encode a blend of two images. Two linear layers, guided by a frozen MAE, split it."""
-    d.rect(6, -14, 106, 196)
-    d.rect(256, -14, 156, 196)
-    d.encoder("encoder, kept", 84, "blend", "cxxxx", "cxxxx")
-    for i, image, tokens, weight, sign in ((1, "hills", "caaaa", "less weight", -1),
-                                           (2, "house", "cbbbb", "more weight", 1)):
-        teacher, branch, row = 84 + 74 * sign, 84 + 38 * sign, " ".join(tokens)
+    """i-MAE: Encode a random blend of two images. Linear layers taught by a frozen MAE split it."""
+    d.rect(6, -15, 406, 198)
+    d.rect(114, 27, 142, 117, "zone")
+    d.encoder("encoder", 84, "blend", "cxxxx", "cxxxx")
+    for i, image, tokens, weight, sign in ((1, "hills", "caaaa", "smaller part", -1),
+                                           (2, "house", "cbbbb", "larger part", 1)):
+        teacher, branch, row = 84 + 73 * sign, 84 + 38 * sign, " ".join(tokens)
         d.image(28, teacher - 18, image, "visible", size=36)
-        d.arrow((34, teacher - 21 * sign), (34, 84 + 35 * sign))
-        d.tokens(92, row, teacher)
-        d.blocks(168, 4, teacher, 24, "frozen")
-        d.tokens(348, row, teacher)
+        d.arrow((34, teacher - 20 * sign), (34, 84 + 35 * sign))
+        for x, y in (92, teacher), (348, teacher), (348, branch):
+            d.tokens(x, row, y)
+        d.blocks(168, 4, teacher, 20, "frozen")
         d.flow(teacher, (67, 89), (152, 165), (224, 345))
-        d.arrow((252, 84), (264, 84), (264, branch), (273, branch))
-        d.rect(276, branch - 10, 44, 20, "block", 4)
-        d.tokens(348, row, branch)
-        d.flow(branch, (323, 345), (408, 474))
+        d.arrow((252, 84), (264, 84), (264, branch), (345, branch))
         d.arrow((366, teacher - 8 * sign), (366, branch + 8 * sign), both=True)
-        d.decoder(branch, tokens)
-        d.say((75, 88 + 46 * sign, weight), (300, 88 + 85 * sign, "frozen MAE"),
-              (298, branch + 4, "linear"), (389, 88 + 56 * sign, "match"),
+        d.decoder(408, branch, tokens)
+        d.say((74, 88 + 46 * sign, weight), (196, 88 + 91 * sign, "frozen MAE"),
+              (304, branch - 6, "linear"), (389, 88 + 55 * sign, "match"),
               (17, teacher + 3, f"`x_{i}"), (376, 87 + 26 * sign, "`z_i (B,1+K,E)"),
               (286, 87 + 64 * sign, "`teach(x_i,ids_keep)"), (376, 87 + 86 * sign, "`w_i"))
-    d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
-           rows=[("hills", 46), ("house", 122)])
+    images = ("hills", 46), ("house", 122)
+    d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)", rows=images)
     d.say((545, 88, "same decoder"), (302, 87, "`decoder_embed"), (92, 64, "`mix"))
     return "M = 12 masked. D, E: widths of encoder and decoder. The images' weights are random"
 
@@ -243,11 +241,13 @@ def legend(d, kinds, size):
     """Explain marks. Return the height."""
     x, y = 12, 18
     for kind in kinds:
-        width = 38 + round(.52 * size * len(KEY[kind]))
+        width = 36 + round(.52 * size * len(KEY[kind]))
         if x + width > 845:
             x, y = 12, y + 24
         if len(kind) == 1:
             d.tokens(x, kind, y)
+        elif kind == "wire":
+            d.arrow((x - 4, y), (x + 12, y), both=True)
         else:
             height = 16 if kind in ("block", "frozen") else 9
             d.rect(x, y - height / 2, 9, height, kind, height / 8)
