@@ -210,7 +210,7 @@ class MINR(nn.Module):
         layers = self.modulate(tokens)
         coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
         pred = self.decode(coords, layers)                             # (B, N, C)
-        error = (pred.float() - target).square().mean(dim=2)           # (B, N)
+        error = (pred.float() - target.float()).square().mean(dim=2)   # (B, N)
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:

@@ -96,7 +96,11 @@ def test_extra_tokens_travel(pretrain, folder, capsys):
 
 
 def test_what_pooling_is_possible():
-    assert finetune.default_pool(200, 768) == "extra" and finetune.default_pool(0, 768) == "mean"
+    """Joined tokens make at most 5,000 features."""
+    sizes = dict(dim=20, depth=1, heads=1, extra_tokens=250)
+    assert Classifier(8, 4, **sizes, pool="joined").width == 5000
+    pools = [finetune.default_pool(extra, 20) for extra in (0, 250, 251)]
+    assert pools == ["mean", "joined", "extra"]
     with pytest.raises(ValueError, match="--pool extra: only MINR.s .*; try --pool mean"):
         classifier(pool="extra")
     with pytest.raises(ValueError, match="8192 features exceed 5000; try --pool mean"):
@@ -229,17 +233,18 @@ def test_small_images_and_encoders(tune, words, wanted):
 
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
-def test_evaluating_a_checkpoint(tune, folder, mode, spy):
+def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
     """The numbers are those from training, also with --data of the same classes; no file is new.
-    With --amp bf16 scores are rounded."""
+    With --amp bf16 scores are rounded. What is printed counts the images."""
     row, before = tune("--mode", mode, "--lr", "0.01")[1], sorted(Path().rglob("*"))
     kinds = spy(torch.Tensor, "topk", lambda scores, k: scores.dtype)
-    for more in ([], ["--data", str(folder)], ["--amp", "bf16"]):
+    for more in ([], ["--data", str(folder)], ["--amp", "bf16", "--eval_images", "4"]):
         found = finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *more,
                                "--workers", "0"])
         assert "bf16" in more or found == {name: row[name] for name in ("top1", "top5")}
         assert {*kinds} == {torch.bfloat16 if "bf16" in more else torch.float32}
         kinds.clear()
+        assert f"on {4 if 'bf16' in more else 11} images of {folder}\n" in capsys.readouterr().out
     assert sorted(Path().rglob("*")) == before
 
 
@@ -265,13 +270,16 @@ def test_nearest_neighbours_by_hand(spy):
     assert not torch.equal(*found) and torch.allclose(*found, rtol=0.2)
 
 
-def test_evaluation(tune, spy):
-    """In eval mode, a mean over at most --eval_images."""
+def test_evaluation(tune, spy, capsys):
+    """In eval mode, a mean over at most --eval_images. The largest class is that of all."""
     seen = spy(Classifier, "features", lambda self, images: (self.training, self.pool))
     neighbours = spy(finetune, "knn", lambda model, train, args, size: args.k)
     counts = spy(finetune, "mean_over_processes", lambda sums, n, args: n)
     tune("--mode", "knn", "--eval_images", "4", "--pool", "token")
     assert {*seen} == {(False, "token")} and counts == [4] and neighbours == [20]
+    assert "on 4 images" in capsys.readouterr().out
+    tune("--mode", "knn", "--k", "41")
+    assert "by 40 neighbours out of 40; largest class 54.55 %" in capsys.readouterr().out
 
 
 def test_final_norm_of_a_frozen_encoder(tune, monkeypatch):

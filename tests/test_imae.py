@@ -41,6 +41,7 @@ def test_the_loss(options):
         (loss, parts), distill = model(x, noise, y, alpha), torch.tensor(0.0)
         decoded, (mix, images) = model.unmix(x, y, alpha, noise)[0], model.mix_images(x, y, alpha)
         latents, names = model.encode(mix, ids_keep), ("subordinate", "dominant")
+        assert torch.equal(images[0] + images[1], x + y)   # neither twice, also at 0.5
         assert len(decoded) == len(latents) == options.get("branches", 2)
         for name, image, image_decoded, z in zip(names, images, decoded, latents):
             pred, target = patchify(image_decoded, 4), patchify(image, 4)
@@ -125,7 +126,8 @@ def test_measures(branches, teacher, spy):
     sizes = spy(imae, "ridge_r2", lambda *latents: [len(z) for z in latents])
     images, model = images_and_noise(18)[0], build("imae", branches=branches, teacher=teacher)
     measures = model.measures(images[:8], images[8:])
-    (rows,), names = measures.values(), ("subordinate", "dominant")[:branches]
+    ((title, rows),), names = measures.items(), ("subordinate", "dominant")[:branches]
+    assert title.startswith("10 mixtures") and ("fitted on 8 training" in title) == bool(teacher)
     names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
     assert [row["alpha"] for row in rows] == [*ALPHAS] == [i / 20 for i in range(1, 10)]
     assert all([*row] == ["alpha", "psnr", *(names if teacher else [])] for row in rows)
@@ -234,7 +236,8 @@ def test_classes_without_partners():
     two, few, one = labels_of(9, 9), labels_of(9, 1), labels_of(9)
     for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0), (one, "a", 1)):
         check_same_class(labels, classes, r)
-    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, None, 0.5), (one, [], 1)):
+    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, "ab", 0.5),
+                               (one, None, 0.5), (one, [], 1)):
         with pytest.raises(ValueError, match=f"--same_class {r} needs class folders"):
             check_same_class(labels, classes, r)
 
@@ -257,16 +260,16 @@ def colour(images):
     return images[:, ::2].mean((2, 3)).argmax(1)
 
 
-@pytest.mark.parametrize("size", ["16", "8"])              # in memory; larger images stay files
-def test_pairs_of_a_run(size, pretrain, monkeypatch):
+@pytest.mark.parametrize("size, weight", [("16", 0.0), ("8", 1.0)])    # in memory; files
+def test_pairs_of_a_run(size, weight, pretrain, monkeypatch):
     words = ["--img_size", size, "--patch_size", "4", "--same_class", "0.25"]
     seen = pairs_seen(monkeypatch, pretrain, *words)
     same = torch.cat([colour(images) == colour(partners) for images, partners, _ in seen])
     assert same.view(2, -1).sum(1).tolist() == [10, 10]    # of 40 images, each epoch
     alphas = torch.stack([alpha for *_, alpha in seen])
     assert len(alphas.unique()) == 10 and ((alphas > 0) & (alphas < 1)).all()
-    fixed = pairs_seen(monkeypatch, pretrain, *words, "--overwrite", "--alpha", "0.3")
-    assert {alpha.item() for *_, alpha in fixed} == {torch.tensor(0.3).item()}
+    fixed = pairs_seen(monkeypatch, pretrain, *words, "--overwrite", "--alpha", str(weight))
+    assert {alpha.item() for *_, alpha in fixed} == {weight}
 
 
 def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):

@@ -11,8 +11,8 @@ def test_decoder_attention():
     """CrossMAE Table 6, written out head by head, for two batches. A mask token's attention sums to
     the number of heads; if it is uniform, visible tokens get their fraction."""
     mae, images = build("mae", decoder_depth=3), images_and_noise(150)[0]
-    (rows,) = decoder_attention(mae, images).values()
-    assert [row["block"] for row in rows] == [0, 1, 2, "sum"]
+    (title, rows), = decoder_attention(mae, images).items()
+    assert [row["block"] for row in rows] == [0, 1, 2, "sum"] and title.endswith("; 150 images")
     ids_keep, ids_mask, _ = mae.encoder.mask(images, mae.encoder.fixed_noise(images), 0.75)
     x, sums = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask), [0, 0]
     for block, row in zip(mae.decoder_blocks, rows):

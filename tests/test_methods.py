@@ -316,10 +316,12 @@ def test_one_batch_overfits(name):
                 f"(BASE and LARGER in this file)")
 
 
-@methods
-def test_a_call_changes_nothing(name):
-    """The module keeps no state, in buffers or attributes. Under autocast the loss is float32."""
-    model, (images, noise) = build(name).eval(), images_and_noise()
+@pytest.mark.parametrize("name, options", [
+    *[(n, {}) for n in METHODS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
+def test_a_call_changes_nothing(name, options):
+    """The module keeps no state, in buffers or attributes. The loss is float32 under autocast and,
+    in the five, also if the model is in bfloat16 or float64."""
+    model, (images, noise) = build(name, **options).eval(), images_and_noise()
     state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
     loss = loss_of(model, images, noise)
     model.reconstruct(images)
@@ -328,26 +330,35 @@ def test_a_call_changes_nothing(name):
     assert rounded.dtype == torch.float32 and abs(loss - rounded) < 0.05
     assert {*vars(model)} == names and torch.equal(loss, loss_of(model, images, noise))
     assert same(model.state_dict(), state)
+    decoded = model.reconstruct(images, noise)[0]
+    for dtype, off in ((torch.bfloat16, 0.1), (torch.float64, 1e-5)) if name in OPTIONS else ():
+        other, x = copy.deepcopy(model).to(dtype), images.to(dtype)
+        rounded, again = loss_of(other, x, noise), other.reconstruct(x, noise)[0]
+        assert rounded.dtype == again.dtype == torch.float32 and abs(loss - rounded) < off
+        assert (decoded - again).abs().mean() < off
 
 
 IMPOSSIBLE = {  # the message names the first one
     "crossmae": [dict(prediction_ratio=0.9), dict(prediction_ratio=-0.1),
                  dict(prediction_ratio=1e-17), dict(feature_maps=(0,)), dict(feature_maps="first"),
                  dict(feature_maps=(1, 2)), dict(feature_maps="last", softmax_weights=True),
-                 dict(decoder_depth=0), dict(decoder_heads=0)],
-    "hypermae": [dict(modulated_layer=3), dict(feat2w_depth=0), dict(shared_blocks=3),
-                 dict(pe_dim=7), dict(n_weight_tokens=0), dict(loss_on="some")],
+                 dict(prediction_ratio=0.0, mask_ratio=0.8), dict(decoder_depth=0),
+                 dict(project_maps=True, feature_maps="last"), dict(decoder_heads=0)],
+    "hypermae": [dict(modulated_layer=3), dict(feat2w_depth=0), dict(pe_dim=7), dict(pe_dim=0),
+                 dict(shared_blocks=3, depth=4), dict(shared_blocks=3, feat2w_depth=4),
+                 dict(n_weight_tokens=0), dict(loss_on="some")],
     "minr": [dict(hypernetwork="inr"), dict(loss_on="some"), dict(pixel_fraction=0.0),
-             dict(ff_dim=3), dict(modulated_layers=(4,)), dict(modulated_layers=()),
+             dict(ff_dim=3), dict(ff_dim=0), dict(modulated_layers=(4,)), dict(modulated_layers=()),
              dict(groups=3, hypernetwork="transinr"), dict(groups=0)],
-    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.5), dict(distill_weight=1.0)],
+    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.1), dict(alpha=-0.1),
+             dict(distill_weight=1.0)],
 }
 
 
 @pytest.mark.parametrize("name, options", [
     *[(n, options) for n in IMPOSSIBLE for options in IMPOSSIBLE[n]],
     *[(n, options) for n in METHODS
-      for options in (dict(heads=3), dict(img_size=30), dict(mask_ratio=0.99))]])
+      for options in (dict(heads=3), dict(heads=0), dict(img_size=30), dict(mask_ratio=0.99))]])
 def test_impossible_options(name, options):
     """Some are refused by the constructor, a mask ratio at the first call."""
     argument = next(iter(options)).removeprefix("decoder_")

@@ -11,13 +11,15 @@ from tests.test_methods import build, images_and_noise
 
 @pytest.mark.parametrize("kind", ["ginr", "transinr"])
 def test_render_is_the_reconstruction(kind):
-    """At the model's size exactly; at three times the size, in the middle of each pixel; and other
-    sizes work."""
+    """At the model's size exactly, at any mask ratio; at three times the size, in the middle of
+    each pixel; and other sizes work."""
     model, (images, noise) = build("minr", hypernetwork=kind), images_and_noise()
     native = model.render(images, (16, 24), noise)
     assert torch.equal(native, model.reconstruct(images, noise)[0])
     larger = model.render(images, (48, 72), noise)
     assert torch.allclose(larger[:, :, 1::3, 1::3], native, atol=1e-5)
+    other = model.render(images, (16, 24), noise, 0.5)
+    assert torch.equal(other, model.reconstruct(images, noise, 0.5)[0])
     assert model.render(images, (5, 9), mask_ratio=0.5).shape == (3, 3, 5, 9)
     assert model.render(images, 70, noise).isfinite().all()            # more than 4,096 pixels
     with pytest.raises(ValueError, match="2.5 is not a size in pixels"):

@@ -328,8 +328,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
             assert re.search(rf"\b{code}\b", reader.rows[f"{name}.py", int(line)][0])
         assert len(re.findall('<a href="#line-', page)) >= 10
     else:
-        norms = re.search(r"norms of gradients: mask_token [\d.]+, encoder ([\d.]+)", reader.text)
-        assert float(norms[1]) > 0
+        assert re.search(r"norms of gradients: mask_token [\d.]+, encoder [\d.]+", reader.text)
         batch, given = [made for code, made in reader.rows.values() if re.search(
             "for step, .images, labels|yield dataset.images", code)]
         assert "images (8, 3, 32, 32)" in batch and "(8, 3, 32, 32), (8,)" in given
@@ -343,20 +342,28 @@ def test_pictures():
     ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
     names, q, k = dict(ids_keep=ids_keep, ids_mask=ids_mask), *torch.randn(2, 1, 4, 97, 20)
     weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3).mean((0, 1, 2))[1:]
-    shown = []
-    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
+    shown, said, matrix = [], [], torch.randn(1, 300, 301)
+    with patch.object(tour, "png", lambda x, _, text: shown.append(x) or said.append(text) or ""):
         tour.attention(dict(names, q=q, k=k), model.encoder)
         tour.attention(dict(ids_keep=ids_keep, q=q[:, :, :25], k=k[:, :, :25]), model.encoder)
         patches = patchify(images, 4)
         tour.picture("", patches[0, ids_mask[0]][None], "(B, M, p*p*C)", names, model)
         tour.picture("order", torch.randperm(96)[None], "(B, L)", names, model)
+        tour.picture("", matrix, "", names, model)
     expected = torch.zeros(96).index_copy(0, torch.cat([ids_keep, ids_mask], 1)[0], weights)
     assert torch.allclose(shown[0], tour.heat(expected.view(8, 12)), atol=1e-4)
     masked = model.encoder.pixels_of(torch.ones(1, 96).scatter(1, ids_keep, 0))[0, 0] > 0
     assert (shown[1][:, masked[::4, ::4]] == tour.GREY).all() and (shown[2][:, ~masked] == tour.GREY
                                                                    ).all()
     assert torch.allclose(shown[2][:, masked], denormalize(images, model)[0][:, masked])
-    assert len(shown) == 3                                 # an order of all patches would be white
+    assert shown[3].shape == (3, 75, 101)                  # at most 96 rows and 144 columns
+    assert len(shown) == 4                                 # an order of all patches would be white
+    for text, x in ((said[0], weights), (said[3], matrix)):
+        assert text.endswith("{:.2g} to {:.2g}".format(*x.aminmax()))
+    assert not re.search(r"\b0 to", said[1])               # patches without attention do not count
+    model(images)[0].backward()
+    whole = torch.cat([p.grad.flatten() for p in model.encoder.parameters() if p.requires_grad])
+    assert tour.gradient_norms(model)["encoder"] == pytest.approx(whole.norm().item(), 1e-3)
 
 
 def test_comments_and_what_a_line_made():
