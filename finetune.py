@@ -37,12 +37,14 @@ def finetune(args):
         name_run(args, run_name(args, source["flags"].get("data")))
     train, val, img_size = open_data(
         args.data, args.img_size or source["config"].get("img_size"), args)
-    require(train.classes, f"--data {args.data} has no labels: put the images into class folders "
-                           f"in train/ and val/")
+    require(len(train.classes) > 1, f"--data {args.data} has {len(train.classes)} classes: put the "
+                                    f"images into at least two class folders in train/ and val/")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     recipe, low_res = RECIPES[args.mode]
     apply_recipe(args, recipe, low_res, config, len(train.labels))
+    require(args.mode != "linear" or args.batch_size > args.world * args.accum,
+            f"--batch_size {args.batch_size}: BatchNorm needs two images per process and --accum")
     args.pairs = args.same_draws = False                   # each process draws its own drop path
 
     torch.manual_seed(args.seed)

@@ -131,11 +131,10 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
     ended = perf_counter()
     for epoch in range(start, args.epochs):
-        between = perf_counter() - ended                   # validating and saving
+        between = perf_counter() - ended                   # went into validating and saving
         row = train_epoch(epoch, net.train(), optimizer, scaler, batches, n // args.batch_size,
                           make_inputs, args)
-        row["between"] = round(between / (between + row["train_s"]), 3)
-        ended = perf_counter()
+        row["between_s"], ended = round(between, 2), perf_counter()
         history.append(row)
         if (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs:
             evaluate_and_save(row)
@@ -143,7 +142,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
         shown = [f"{name} {row[name]:.2f}" for name in ("psnr_masked", "top1") if name in row]
         print(f"epoch {epoch + 1}:", ", ".join([f"loss {row['loss']:.4f}", *shown,
               f"{row['img_s']:.0f} img/s", f"wait {row['wait']:.1%}",
-              f"between epochs {row['between']:.1%}"]), flush=True)
+              f"between epochs {between / (between + row['train_s']):.1%}"]), flush=True)
     print(f"see     {log} and {last}")
     return history[-1]
 
@@ -252,7 +251,7 @@ def decay_groups(model, weight_decay):
 def make_optimizer(args, groups):
     """Return the recipe's optimizer, fused except on MPS."""
     kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
-    more = dict(momentum=args.momentum) if args.optimizer == "sgd" else dict(betas=args.betas)
+    more = dict(momentum=0.9) if args.optimizer == "sgd" else dict(betas=args.betas)
     return kind(groups, lr=args.lr, fused=args.device.type != "mps", **more)
 
 
@@ -397,7 +396,7 @@ def compare(args):
     """Run --eval: print the checkpoints' PSNR, and each method's own measures. Writes each method's
     own figures, and one picture of all reconstructions, named after the runs."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    paths, rows, columns, notes, size = [], [], [], [], None
+    paths, rows, columns, notes = [], [], [], []
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
@@ -409,8 +408,15 @@ def compare(args):
         model = load_model(path).to(args.device)
         args.data = data_of(content, path, args)
         args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
-        if size != model.encoder.img_size:
-            train, val, size = open_data(args.data, model.encoder.img_size, args)
+        trained_on = content["flags"].get("data", args.data)
+        if trained_on != args.data:
+            print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
+        size, patch_size = model.encoder.img_size, model.encoder.patch_size
+        sizes = "images of {}x{} and patches of {}x{} pixels".format(*size, *patch_size)
+        if not rows:
+            first, (train, val, _) = (path, sizes), open_data(args.data, size, args)
+        require(sizes == first[1], f"{path} has {sizes}, but {first[0]} has {first[1]}: evaluate "
+                                   f"them separately")
         for mask in args.masks:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
@@ -521,7 +527,13 @@ def open_data(name, img_size, args):
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
-                sets = [kind("data", train=train, download=True) for train in (True, False)]
+                try:
+                    sets = [kind("data", train=train, download=True) for train in (True, False)]
+                except Exception as error:                 # a damaged file can raise anything
+                    raise InputError(
+                        f"--data {name}: cannot read it from data/, nor download {kind.url} "
+                        f"({error}). Copy that file to data/, or pass a folder that has class "
+                        f"folders in train/ and val/, e.g. --data data/{name}") from None
             if args.world > 1:
                 dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
@@ -804,7 +816,7 @@ def read_checkpoint(path, heads=None, mmap=False):
     except OSError:                                        # for example a missing file
         raise
     except Exception as error:                             # a broken file can raise anything
-        why = " ".join(str(error).split()).split(". ")[0][:150]        # PyTorch's errors are long
+        why = " ".join(repr(error).split()).split(". ")[0][:150]       # PyTorch's errors are long
         raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)
@@ -864,7 +876,7 @@ def initialize(model, content, path):
 
 def resume(last, model, optimizer, scaler, content, args):
     """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
-    changed. Raises InputError if the model or the optimizer has changed. If nothing is resumed,
+    changed. Raises InputError if model, optimizer, data or seed have changed. If none is resumed,
     takes the name of the run by creating log.jsonl, deletes any last.pt, and returns []."""
     saved = None
     if args.resume and last.exists():                      # mmap: weights are copied to the GPU
@@ -882,8 +894,13 @@ def resume(last, model, optimizer, scaler, content, args):
             last.unlink(missing_ok=True)                   # so that no later --resume continues it
         return []
     flags = saved["flags"]
-    was = {"method": saved["method"], "optimizer": flags.get("optimizer"), **saved["config"]}
-    now = {"method": content["method"], "optimizer": args.optimizer, **content["config"]}
+
+    def fixed(method, flags, config):                      # the folder of the data may have moved
+        names = ("optimizer", "seed", "train_images", "labels")
+        return {"method": method, "data": Path(flags.get("data") or "").resolve().name,
+                **{name: flags.get(name) for name in names}, **config}
+    was = fixed(saved["method"], flags, saved["config"])
+    now = fixed(content["method"], vars(args), content["config"])
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
@@ -939,7 +956,8 @@ def choose_device(args):
                            torch.backends.mps.is_available() and args.world == 1 else "cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     require(name != "cuda" or processes <= gpus,
-            f"{processes} processes for {gpus} GPUs: start fewer, or pass --device cpu")
+            f"PyTorch finds {gpus} GPUs for {processes} processes: pass --device cpu, or start one "
+            f"process per GPU")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
@@ -984,7 +1002,7 @@ LOW_RES_HELP = ('"low_res" values are for images of up to 64 pixels, and for any
                 "wider than micro.")
 LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
-SHARED = dict(lr=None, blr=None, min_lr=0.0, momentum=0.9)             # unless a recipe sets them
+SHARED = dict(lr=None, blr=None, min_lr=0.0)               # unless a recipe sets them
 
 
 def number(kind, low=-math.inf, high=math.inf):
@@ -992,26 +1010,30 @@ def number(kind, low=-math.inf, high=math.inf):
     def parse(text):
         value = kind(text)
         if not low <= value <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"{text} must be finite, from {low} to {high}")
+            limits = f"from {low} to {high}" if high < math.inf else f"finite and at least {low}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
         return value
     parse.__name__ = kind.__name__                         # argparse's own errors show this name
     return parse
 
 
-def numbers(kind):
-    """Return an argparse type: `0,5,11` -> (0, 5, 11)."""
+def numbers(kind, count=None):
+    """Return an argparse type: `0,5,11` -> (0, 5, 11), of `count` numbers if that is given."""
     def parse(text):
-        return tuple(kind(part) for part in text.split(","))
+        values = tuple(kind(part) for part in text.split(","))
+        if count and len(values) != count:
+            raise argparse.ArgumentTypeError(f"{text} must be {count} numbers")
+        return values
     parse.__name__ = f"{kind.__name__} list"
     return parse
 
 
-def word_or_list(text):
+def word_or_integers(text):
     """An argparse type: `all` -> "all", `0,5,11` -> (0, 5, 11)."""
     return text if text.isidentifier() else numbers(int)(text)
 
 
-def side_or_pair(text):
+def size_in_pixels(text):
     """An argparse type: `32` -> (32, 32), `32,48` -> (32, 48)."""
     sides = numbers(int)(text)
     return pair(sides[0] if len(sides) == 1 else sides)
@@ -1039,9 +1061,9 @@ def add_options(parser, encoder=True, training=True):
     option = parser.add_argument_group("training images and encoder").add_argument
     option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="seed (0)")
     option("--train_images", type=count, metavar="N", help="train on N images only (all)")
-    option("--img_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (from "
+    option("--img_size", type=size_in_pixels, metavar="N", help="a side or H,W in pixels (from "
            "the checkpoint, else the images' own size, at most 224)")
-    option("--patch_size", type=side_or_pair, metavar="N", help="a side or H,W in pixels (from "
+    option("--patch_size", type=size_in_pixels, metavar="N", help="a side or H,W in pixels (from "
            "the checkpoint, else 16; for an image side below 128 pixels, side / 8, at least 4)")
     option("--size", choices=SIZES, metavar="NAME", help=f"encoder size: {', '.join(SIZES)} "
            f"(from the checkpoint, else micro)")
@@ -1093,11 +1115,9 @@ def add_recipe(parser, title, recipe, low_res):
         type=positive, metavar="X")
     add("blr", "learning rate for a batch of 256", type=positive, metavar="X")
     add("min_lr", "final learning rate of the cosine schedule", type=positive, metavar="X")
-    add("momentum", "momentum of SGD", type=fraction, metavar="X")
-    add("betas", "betas of Adam and AdamW, e.g. 0.9,0.95", type=numbers(float), metavar="X")
+    add("betas", "betas of Adam and AdamW, e.g. 0.9,0.95", metavar="X",
+        type=numbers(number(float, 0, 0.999999), count=2))
     add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
-    add("schedule", "learning rate after the warmup: cosine or constant",
-        choices=("cosine", "constant"), metavar="X")
     add("epochs", "passes over the training images", type=number(int, 0), metavar="N")
     add("warmup_epochs", "epochs of linear learning rate warmup; with fewer --epochs than by "
         "default, fewer in proportion", type=positive, metavar="X")
@@ -1120,7 +1140,7 @@ def add_method_arguments(parser, cls):
         else:
             size = default and name.endswith(("dim", "depth", "heads"))        # must be >= 1
             types = {int: number(int, 1 if size else 0), float: number(float), tuple: numbers(int)}
-            kwargs = dict(type=types.get(kind, word_or_list), metavar="X")
+            kwargs = dict(type=types.get(kind, word_or_integers), metavar="X")
         add(name, texts.get(name, ""), **kwargs)
 
 
@@ -1128,6 +1148,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that, under torchrun, does not repeat the error of another process."""
 
     def error(self, message):
+        names = [method for method, cls in METHODS.items() if self.prog == "train.py" and
+                 {*re.findall(r"--(?:no-)?(\w+)", message)} & {*method_arguments(cls)}]
+        if message.startswith("unrecognized") and names:
+            message += f" (see --method {' or '.join(names)})"
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 has failed as well,
             sleep(5)                                       # torchrun ends this process before then
         super().error(message)
@@ -1144,6 +1168,8 @@ def run_cli(parser, work, argv):
     except (InputError, OSError) as error:                 # OSError: a missing file, for example
         # only the last line: a worker's error starts with a traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
+    except KeyboardInterrupt:
+        parser.exit(130, "stopped; a run goes on from its last.pt with --resume\n")
     if dist.is_initialized() and args.device.type == "cuda":           # on CPUs, torch 2.6 can
         dist.destroy_process_group()                       # hang here, and gloo does not need it
     return row

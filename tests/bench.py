@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import train
-from train import METHODS, add_method_arguments, number, side_or_pair
+from train import METHODS, add_method_arguments, number, size_in_pixels
 from vit import SIZES
 
 PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
@@ -96,7 +96,7 @@ class Case:
         if train.is_low_res({"img_size": img_size, **sizes}):
             given = {**cls.low_res_config, **given}
         self.args = argparse.Namespace(**{
-            "momentum": 0.9, **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
+            **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
             "device": args.device.type, "same_draws": True, **own})
         train.start_processes(self.args)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
@@ -188,9 +188,9 @@ def main(argv=None):
     option("--size", choices=SIZES, default="base")
     for part in SIZE:
         option(f"--{part}", type=count, help=f"{part} of the encoder (from --size)")
-    option("--img_size", nargs="+", type=side_or_pair, default=[(224, 224)],
+    option("--img_size", nargs="+", type=size_in_pixels, default=[(224, 224)],
            help="a side or H,W (224)")
-    option("--patch_size", type=side_or_pair, help="a side or H,W (16)")
+    option("--patch_size", type=size_in_pixels, help="a side or H,W (16)")
     add_own(parser)
     parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")

@@ -177,7 +177,7 @@ def stopping_after_two(monkeypatch):
         save(path, content)
         if content["epoch"] == 2:
             raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(train, "save", save_and_stop)
         yield
 

@@ -39,10 +39,14 @@ train | --epoch 5                              | unrecognized arguments: --epoch
 train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2.0 exceeds --epochs 1
 train | --batch_size 41                        | --batch_size 41 exceeds the 40 training images
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
-train | --decoder_depth 0                      | --decoder_depth: 0 must be finite, from 1
-train | --method hypermae --hidden_dim 0       | --hidden_dim: 0 must be finite, from 1
+train | --decoder_depth 0                      | --decoder_depth: 0 must be finite and at least 1
+train | --method hypermae --hidden_dim 0       | --hidden_dim: 0 must be finite and at least 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
-train | --lr nan                               | --lr ; nan must be finite, from 0 to inf
+train | --lr nan                               | --lr ; nan must be finite and at least 0
+train | --betas 0.9                            | --betas: 0.9 must be 2 numbers
+train | --betas 0.9,1                          | --betas: 1 must be from 0 to 0.999999
+train | --img_size 3x4                         | --img_size: invalid size_in_pixels value: '3x4'
+train | --prediction_ratio .3    | unrecognized arguments: --prediction_ratio .3 (see --method cross
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data unsorted                        | unsorted: train/ and val/ need class folders
@@ -51,6 +55,8 @@ train | --data differ                          | only one of train/ and val/ has
 train | --name mae --data shapes               | runs/mae already holds a run ; --resume ; --over
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
 is 1; heads was 2, is 1. Its command was python
+train | --name mae --resume --data other --batch_size 2 --seed 1 --train_images 3 | \
+data was data, is other; seed was 0, is 1; train_images was None, is 3
 train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer was adamw, is sgd
 train | --name tuned --resume                  | cannot be resumed: method was classifier, is mae
 train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders
@@ -59,9 +65,11 @@ train | --method imae --teacher runs/mae --patch_size 8 | (4, 4), this model (8,
 eval  | --eval gone.pt                         | No such file ; gone.pt
 eval  | --eval own.pt                          | own.pt does not say which data it was trained on
 tune  | --checkpoint=                          | No such file ; last.pt
-tune  | --data flat                            | --data flat has no labels: put the images into
+tune  | --data flat                            | --data flat has 0 classes: put the images into
 tune  | --dim 32                  | runs/mae/last.pt does not fit: ; the file has (16,), the
-tune  | --labels 0                             | --labels: 0 must be finite, from 1e-06
+tune  | --data single                          | --data single has 1 classes
+tune  | --mode linear --accum 8                | --batch_size 8: BatchNorm needs two images
+tune  | --labels 0                             | --labels: 0 must be from 1e-06 to 1
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt has no classification head
 test  | --data other                           | trained on 2 classes ; c, d ...
 test  | --img_size 32 --lr 1 --pool mean       | unrecognized arguments: --img_size 32 --lr 1 --pool
@@ -80,7 +88,8 @@ def furnished(tmp_path_factory):
     for part, classes, n in (("data/train", "ab", 20), ("data/val", "ab", 6), ("flat", "x", 6),
                              ("no_val/train", "ab", 2), ("other/train", "cd", 2),
                              ("other/val", "cd", 2), ("differ/train", "ab", 2),
-                             ("differ/val", "ac", 2)):
+                             ("differ/val", "ac", 2),
+                             ("single/train", "a", 2), ("single/val", "a", 2)):
         write_pictures(root / part, classes, n)
     for name in ("empty", "unsorted/train/.hidden", "unsorted/val"):
         (root / name).mkdir(parents=True)
@@ -139,6 +148,7 @@ class Payload:
 
 
 BROKEN = {  # from a good one's bytes and content: other bytes or content
+    "empty": lambda file, content: b"",
     "half": lambda file, content: file[:len(file) // 2],
     "code": lambda file, content: {**content, "extra": Payload()},
     "pickled code": lambda file, content: pickle.dumps({"model": Payload()}, 2),
@@ -152,12 +162,12 @@ def test_broken_checkpoints(desk, refused, name):
     bad.parent.mkdir()
     content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
     bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
-    before = listing(desk)
+    before, why = listing(desk), ["checkpoint: EOFError"] if name == "empty" else []
     for kind, words in (("train", "--name bad --resume"), ("train", "--init runs/bad"),
                         ("eval", "--eval runs/bad/last.pt"),
                         ("train", "--method imae --teacher runs/bad"),
                         ("tune", "--checkpoint runs/bad")):
-        refused(MAINS[kind], [*BASE[kind], *words.split()], str(bad))
+        refused(MAINS[kind], [*BASE[kind], *words.split()], f"{bad}", *why)
     assert listing(desk) == before
 
 

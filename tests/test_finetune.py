@@ -138,7 +138,7 @@ def test_recipes_are_the_papers(mode, wanted):
     small = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, randaug=0, erasing=0,
                  mixup=0, cutmix=0, drop_path=0)
     assert finetune.RECIPES[mode][1] == {**small, **(dict(lr=2e-3) if mode == "finetune" else {})}
-    assert train.SHARED == dict(lr=None, blr=None, min_lr=0, momentum=0.9)
+    assert train.SHARED == dict(lr=None, blr=None, min_lr=0)
 
 
 def test_smoothing_and_probabilities():

@@ -328,9 +328,12 @@ def test_machines_whose_images_differ(tmp_path, monkeypatch):
     assert not [*Path().rglob("runs")]
 
 
-def test_cifar(tmp_path, monkeypatch):
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
+def test_cifar(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "download", lambda _: 1 / 0)
+    refused(train.main, ["--data", "cifar10"], torchvision.datasets.CIFAR10.url,
+            "(division by zero). Copy that file to data/, or pass a folder", "--data data/cifar10")
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     images = train.open_data("cifar10", None, settings())[0].images
     assert images.is_contiguous()
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
@@ -354,7 +357,7 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
     assert str(train.choose_device(args)) == wanted
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
     if gpus:
-        with pytest.raises(InputError, match=f"{gpus + 1} processes for {gpus} GPUs: start fewer"):
+        with pytest.raises(InputError, match=f"finds {gpus} GPUs for {gpus + 1} processes: pass"):
             train.choose_device(args)
     args.device = "cpu"                                    # asked for
     assert str(train.choose_device(args)) == "cpu"
@@ -429,10 +432,11 @@ def test_crop_statistics_match_torchvision(flip):
 
 # --------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_learning_rate(pretrain, spy, schedule):
+def test_learning_rate(pretrain, spy, monkeypatch, schedule):
     """Each step has the one computed by hand. The log has the highest of each epoch."""
+    monkeypatch.setitem(MAE.recipe, "schedule", schedule)
     rates = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer.param_groups[0]["lr"])
-    pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5", "--schedule", schedule)
+    pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5")
     highest, lowest = 0.096 * 8 / 256, 1e-5
     wanted = [highest * i / 5 for i in range(5)]           # an epoch of warmup, then two
     for i in range(10):
@@ -458,13 +462,14 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
         assert len(draws[0].unique()) == 8
 
 
-def test_speed(pretrain, monkeypatch):
+def test_speed(pretrain, monkeypatch, capsys):
     """By a clock that advances a second with each look at it; a batch arrives after one."""
     monkeypatch.setattr(train, "perf_counter", itertools.count().__next__)
     _, row = pretrain("--epochs", "2")["history"]          # 40 images in 5 steps
     assert row["img_s"] == round(40 / row["train_s"], 1)
     assert row["wait"] == round(5 / row["train_s"], 3)
-    assert row["between"] == round(3 / (3 + row["train_s"]), 3)        # the evaluation takes one
+    assert row["between_s"] == 3                           # of which the evaluation takes one
+    assert f"between epochs {3 / (3 + row['train_s']):.1%}" in capsys.readouterr().out
 
 
 def keys(n, epoch, seed=0, **more):
@@ -547,7 +552,7 @@ def dry(monkeypatch, tmp_path):
     seen = []
 
     def run(main, words, side, n=50_000):
-        split = train.ImageDataset(torch.zeros(n, 3, 1, 1), [0] * n, ["a"])
+        split = train.ImageDataset(torch.zeros(n, 3, 1, 1), [0] * n, ["a", "b"])
         for module in (train, finetune):
             monkeypatch.setattr(module, "open_data", lambda *_: (split, split, pair(side)))
             monkeypatch.setattr(module, "fit", lambda args, *_, **__: seen.append(vars(args)) or {})
@@ -615,7 +620,7 @@ def test_help(main, words, dry, capsys):
     large, low_res = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
     cls = train.METHODS.get(words.split()[1], finetune.Classifier)
     for name in {**getattr(cls, "recipe", finetune.FINETUNE), **train.method_arguments(cls)}:
-        if name in large and large[name] is not None and name != "lr":
+        if large.get(name) is not None and name not in ("lr", "schedule"):  # no flag for it
             values = [str(x[name]).strip("()").replace(" ", "") for x in (large, low_res)]
             assert f"({'; low_res: '.join(dict.fromkeys(values))})" in shown[name]
 
@@ -623,8 +628,8 @@ def test_help(main, words, dry, capsys):
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
 --crop 1 | --no-flip | --min_lr 1e-3 | --clip_grad 0.01 | --seed 1 | --mask grid | --mask block |
 --epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd | --train_images 16 |
---optimizer sgd --momentum 0.5 | --schedule constant | --mask_ratio 0.5 | --norm_pix_loss |
---decoder_depth 2 | --dim 32 | --depth 1 | --heads 1 | --batch_size 16 |
+--mask_ratio 0.5 | --norm_pix_loss | --decoder_depth 2 | --dim 32 | --depth 1 | --heads 1 |
+--batch_size 16 |
 --img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16 |
 --epochs 0 | --epochs 0 --seed 1"""
 
@@ -664,18 +669,19 @@ def test_evaluating_now_and_then(pretrain, monkeypatch):
     """Scores and checkpoints come every second epoch and at the end, also in a resumed run. Each
     epoch has a row."""
     monkeypatch.setattr(train, "save_picture", lambda *_: None)
+    monkeypatch.setitem(MAE.recipe, "schedule", "constant")
 
     def epochs():
         rows = log("less")
         assert [row["epoch"] for row in rows] == [*range(1, len(rows) + 1)]
         assert all(row.keys() >= {"loss", "lr", "img_s", "train_s"} for row in rows)
         return [row["epoch"] for row in rows if "psnr_masked" in row]
-    words = ["--schedule", "constant", "--eval_every", "2", "--epochs"]
+    words = ["--eval_every", "2", "--epochs"]
     pretrain(*words, "3", name="less")
     assert epochs() == [2, 3]
     more = pretrain(*words, "7", "--resume", name="less")
     assert epochs() == [2, 3, 4, 6, 7]
-    straight = pretrain("--schedule", "constant", "--epochs", "7", name="straight")
+    straight = pretrain("--epochs", "7", name="straight")
     assert same(more["model"], straight["model"])
     first, *_, last = straight["history"]                  # which has learned something
     assert last["loss"] < 0.9 * first["loss"] and last["psnr_masked"] > first["psnr_masked"] + 0.5
@@ -733,9 +739,10 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
     assert same(first["model"], late["model"])
     assert [row["epoch"] for row in late["history"]] == [0, 1, 2]
     assert not same(first["model"], pretrain("--overwrite", "--seed", "1")["model"])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         pretrain("--overwrite")
+    assert capsys.readouterr().err == "stopped; a run goes on from its last.pt with --resume\n"
     assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
     refused(lambda words: pretrain(*words), [], "runs/mae already holds a run")  # it has begun
     assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
@@ -792,7 +799,7 @@ def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(finetune, "read_checkpoint", spy)
     monkeypatch.setattr(train, "train_step", step)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         tune()
     assert left == [0] and len(refs) > 20
 
@@ -952,11 +959,17 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     for name, column, wanted in (("mae", 0, 0), ("mae", 1, 1), ("mae", 2, 3), ("half", 3, 3)):
         picture = cells(f"runs/{name}/recon.png", wanted)
         assert np.array_equal(cells("runs/mae/eval_mae_half.png", column), picture)
-    pretrain("--data", "shapes", "--train_images", "40", "--epochs", "0", name="drawn")
-    files = ["runs/mae/last.pt", "runs/drawn/last.pt"]
-    both, alone = (train.main([*words[:2], "--data", str(folder), "--eval", *some])
-                   for some in (files, files[1:]))         # of 16 and of 32 pixels
-    assert both[3:] == alone
+    for name, more in (("drawn", "--data shapes --train_images 40"), ("large", "--img_size 32"),
+                       ("coarse", "--patch_size 8")):
+        pretrain(*more.split(), "--epochs", "0", "--eval_images", "1", name=name)
+    for name, sizes in (("large", "32x32 and patches of 4x4"),
+                        ("coarse", "16x16 and patches of 8x8")):
+        refused(train.main, [*words, "runs/mae/last.pt", f"runs/{name}/last.pt"],
+                f"runs/{name}/last.pt has images of {sizes} pixels, but runs/mae/last.pt has")
+    capsys.readouterr()
+    train.main([*words, "runs/large/last.pt", "runs/drawn/last.pt", "--eval_images", "1"])
+    assert f"drawn/last.pt was trained on shapes, and is evaluated on {folder}" in (
+        capsys.readouterr().out)
     refused(train.main, ["--eval", "runs/tuned/last.pt"], "no checkpoint from train.py")
 
 
