@@ -596,17 +596,16 @@ def open_folder(root, img_size, args):
 def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
     from a plain folder, where a hash of the file name selects about 5% of the images for val."""
-    folders = [root / "train", root / "val"]
-    if folders[0].is_dir():
-        require(folders[1].is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
-                                     f"--data {folders[0]} to train without labels")
-        train, val = (class_folders(folder, [root, *folders]) for folder in folders)
+    if (root / "train").is_dir():
+        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
+                                         f"--data {root / 'train'} to train without labels")
+        train, val = class_folders(root / "train"), class_folders(root / "val")
         different = sorted({*train[2]} ^ {*val[2]})
         require(not different, f"--data {root}: only one of train/ and val/ has images of the "
                                f"class {', '.join(different[:1])}")
         require(train[2], f"--data {root}: train/ and val/ need class folders with images")
         return [train, val]
-    files = find_images(root, [])
+    files = find_images(root)
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
                             f"at least two are needed")
     names = [Path(file).relative_to(root).as_posix() for file in files]
@@ -618,18 +617,18 @@ def list_folder(root):
     return [(part, [-1] * len(part), []) for part in (train, val)]
 
 
-def class_folders(folder, outer):
-    """Return (files, labels, classes) of the class folders with images in a folder."""
-    found = {name: find_images(folder / name, outer) for name in sorted(os.listdir(folder))}
+def class_folders(root):
+    """Return (files, labels, classes) for the class folders in `root` that have images."""
+    found = {name: find_images(root / name) for name in sorted(os.listdir(root))}
     classes = [name for name, files in found.items() if files]
-    labels = [i for i, name in enumerate(classes) for _ in found[name]]
-    return [file for name in classes for file in found[name]], labels, classes
+    files = [(file, label) for label, name in enumerate(classes) for file in found[name]]
+    return [file for file, _ in files], [label for _, label in files], classes
 
 
-def find_images(root, outer):
+def find_images(root):
     """Return the sorted names of the image files in a folder, its subfolders and links to folders.
-    No folder is read twice, and none of `outer`: a link may lead back to a folder that holds it."""
-    files, seen = [], {*map(os.path.realpath, outer)}
+    No folder is read twice, nor one that holds `root`: a link may lead back there."""
+    files, seen = [], {*map(os.path.realpath, Path(root).absolute().parents)}
     for folder, folders, names in os.walk(root, followlinks=True):
         folders.sort()                                     # alike on all machines
         if os.path.realpath(folder) in seen:
@@ -679,7 +678,7 @@ def val_batches(dataset, args, img_size, most=None):
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     own = order[:most].tensor_split(args.world)[args.rank]
     H, W = img_size
-    size = max(1, args.batch_size // (args.world * args.accum))
+    size = max(1, args.batch_size // (args.world * args.accum), 2 ** 20 // (H * W))
     batches = own.split(min(250, size)) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], args)
     for ids, (images, labels) in zip(batches, loaded):
@@ -782,7 +781,8 @@ def name_run(args, name):
     --resume nor --overwrite is given."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    require(args.resume or args.overwrite or not (folder / "log.jsonl").exists(),
+    exists = (folder / "log.jsonl").exists() or (folder / "last.pt").exists()
+    require(args.resume or args.overwrite or not exists,
             f"{folder} already holds a run: --resume continues it, --overwrite replaces it, --name "
             f"NAME starts a new one")
 
@@ -894,13 +894,12 @@ def resume(last, model, optimizer, scaler, content, args):
             last.unlink(missing_ok=True)                   # so that no later --resume continues it
         return []
     flags = saved["flags"]
-
-    def fixed(method, flags, config):                      # the folder of the data may have moved
-        names = ("optimizer", "seed", "train_images", "labels")
-        return {"method": method, "data": Path(flags.get("data") or "").resolve().name,
-                **{name: flags.get(name) for name in names}, **config}
-    was = fixed(saved["method"], flags, saved["config"])
-    now = fixed(content["method"], vars(args), content["config"])
+    was = {"method": saved["method"], **saved["config"]}
+    now = {"method": content["method"], **content["config"]}
+    for name in ("optimizer", "seed", "train_images", "labels"):
+        was[name], now[name] = flags.get(name), getattr(args, name, None)
+    # only the name of the data: their folder may have moved
+    was["data"], now["data"] = Path(flags.get("data", "")).name, Path(args.data).name
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
@@ -1148,10 +1147,6 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that, under torchrun, does not repeat the error of another process."""
 
     def error(self, message):
-        names = [method for method, cls in METHODS.items() if self.prog == "train.py" and
-                 {*re.findall(r"--(?:no-)?(\w+)", message)} & {*method_arguments(cls)}]
-        if message.startswith("unrecognized") and names:
-            message += f" (see --method {' or '.join(names)})"
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 has failed as well,
             sleep(5)                                       # torchrun ends this process before then
         super().error(message)

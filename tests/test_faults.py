@@ -46,7 +46,6 @@ train | --lr nan                               | --lr ; nan must be finite and a
 train | --betas 0.9                            | --betas: 0.9 must be 2 numbers
 train | --betas 0.9,1                          | --betas: 1 must be from 0 to 0.999999
 train | --img_size 3x4                         | --img_size: invalid size_in_pixels value: '3x4'
-train | --prediction_ratio .3    | unrecognized arguments: --prediction_ratio .3 (see --method cross
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data unsorted                        | unsorted: train/ and val/ need class folders
@@ -56,7 +55,8 @@ train | --name mae --data shapes               | runs/mae already holds a run ; 
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
 is 1; heads was 2, is 1. Its command was python
 train | --name mae --resume --data other --batch_size 2 --seed 1 --train_images 3 | \
-data was data, is other; seed was 0, is 1; train_images was None, is 3
+seed was 0, is 1; train_images was None, is 3; data was data, is other
+tune  | --name tuned --resume --labels 0.5     | labels was 1.0, is 0.5
 train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer was adamw, is sgd
 train | --name tuned --resume                  | cannot be resumed: method was classifier, is mae
 train | --method imae --same_class 0.5 --data flat | --same_class 0.5 needs class folders

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import time
 import tracemalloc
@@ -717,7 +718,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
             assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
-def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
+def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
     """Only what was asked for happens to a run. A resumed one has the settings given now."""
     first = pretrain("--resume")                           # nothing to resume: a new run
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
@@ -726,12 +727,14 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and len(again["history"]) == len(log()) == 2
     capsys.readouterr()
-    other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6")
+    moved = shutil.copytree(folder, Path("moved", folder.name))
+    other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6",
+                     "--data", str(moved))
     said = capsys.readouterr().out
     assert "resumed after epoch 2" in said and other["epoch"] == 3
     assert {*re.findall(r"note +(\w+ changed .*)", said)} == {
         "epochs changed from 2 to 3", "weight_decay changed from 0.05 to 0.9",
-        "betas changed from (0.9, 0.95) to (0.5, 0.6)"}
+        "betas changed from (0.9, 0.95) to (0.5, 0.6)", f"data changed from {folder} to {moved}"}
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
     pretrain("--epochs", "0", name="late")                 # written untrained, then trained
@@ -745,6 +748,9 @@ def test_resume_and_overwrite(pretrain, monkeypatch, capsys, refused):
     assert capsys.readouterr().err == "stopped; a run goes on from its last.pt with --resume\n"
     assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
     refused(lambda words: pretrain(*words), [], "runs/mae already holds a run")  # it has begun
+    Path("runs/copy").mkdir()
+    Path("runs/copy/last.pt").touch()                      # of a run that was elsewhere
+    refused(lambda words: pretrain(name="copy"), [], "runs/copy already holds a run")
     assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
     assert "nothing to resume: runs/mae/last.pt does not exist" in capsys.readouterr().out
 
