@@ -3,16 +3,16 @@
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.
 
-Every patch draws a random number, its `noise`. The quarter of the patches with the lowest numbers
-stays visible. A ViT encodes only these, so a large encoder is cheap to train. A small decoder gets
-the encoded patches and, for every masked patch, one learned mask token plus the position of the
-patch. It predicts the pixels of the masked patches. After pretraining, only the encoder is kept.
+Every patch draws a random number, its `noise`. The quarter with the lowest numbers stays visible. A
+ViT encodes only this quarter, so a large encoder is cheap to train. A small decoder gets the
+encoded patches and, for every masked patch, the learned mask token plus the position of the patch.
+It predicts the masked patches, by default normalised. After pretraining, only the encoder is kept.
 
-    B images with C channels, L patches of p*p pixels, K visible, M = L - K masked, D encoder width,
-    E decoder width; P patches are predicted: the M masked ones, or all L by `reconstruct`
-    images (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
-    -> pixels of the masked patches (B,M,p*p*C). The first of the 1+K or 1+L tokens is the class
-    token, an extra learned token that belongs to no patch
+    B images with C channels, L patches of p*p pixels (or p*q), K visible, M = L - K masked, D
+    encoder width, E decoder width, P predicted patches: M in `forward`, L in `reconstruct`
+    images (B,C,H,W) -> visible tokens (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
+    -> masked patches (B,M,p*p*C). The first of the 1+K or 1+L tokens is the class token, an extra
+    learned token that belongs to no patch
 """
 
 import torch
@@ -22,8 +22,8 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 
 class MAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
-    features. Defaults follow the paper, but the encoder is ViT-B and targets are normalised.
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
+    features. Defaults follow the paper, except for the encoder (ViT-B) and normalised targets.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -43,7 +43,7 @@ class MAE(nn.Module):
     low_res_config = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale = 1.0             # train.py's learning rate is multiplied by it; not 1 in CrossMAE
+    lr_scale = 1.0             # multiplies train.py's learning rate, unless --lr is set (CrossMAE)
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -65,12 +65,12 @@ class MAE(nn.Module):
 
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images (Sec. 3, "MAE encoder"): (B,1+K,D).
-        The encoder never sees mask tokens, since it gets none after pretraining (Table 1c)."""
+        The encoder gets no mask tokens, since it gets none after pretraining (Table 1c)."""
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
-        """Build the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": the latent (B,1+K,D),
-        projected to width E, then one mask token per masked patch, all with positions (item 1)."""
+        """Build the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": project the latent
+        (B,1+K,D) to width E, append a mask token per masked patch, and add positions (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)
         return torch.cat([x[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token
@@ -78,19 +78,19 @@ class MAE(nn.Module):
                           self.mask_token + pos[ids_mask]], dim=1)     # (B, M, E) masked patches
 
     def decode(self, latent, ids_keep, ids_mask, P):
-        """Predict the last P patches, sorted by noise, from the latent (B,1+K,D): (B,P,p*p*C). The
-        masked patches come last: P = M predicts only these, P = L predicts all patches."""
+        """Predict the P patches with the highest noise from the latent (B,1+K,D): (B,P,p*p*C), in
+        noise order. With P = M, these are the masked patches; with P = L, they are all patches."""
         x = self.add_mask_tokens(latent, ids_keep, ids_mask)           # (B, 1+L, E)
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
-        x = x[:, -P:]                          # (B, P, E) if P = L, only the class token is dropped
+        x = x[:, -P:]                          # (B, P, E); P = L drops only the class token
         return self.decoder_pred(self.decoder_norm(x))                 # (B, P, p*p*C)
 
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). By default, noise (B,L) is
         random; sorting patches by it is the paper's shuffling. The loss, a float32 scalar, is the
         mean squared error over the masked patches; metrics is {"loss": the detached loss}."""
-        # so few stay visible that masked patches cannot be copied from them (Sec. 3; item 4)
+        # few patches stay visible, so extrapolating from neighbours is hard (Sec. 3; item 4)
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)  # (B, K), (B, M)
         # the large encoder sees only the visible patches
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
@@ -105,24 +105,24 @@ class MAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        1 = masked. All patches are predicted, though the loss ignores the visible ones. leak_free
+        1 = masked. Visible patches are also predicted, although the loss ignores them. leak_free
         un-normalises without the true patches' mean and variance (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask, ids.shape[1])   # (B, L, p*p*C)
-        # no pixel is copied: images are used only for mean and variance, if targets are normalised
+        # no pixel is copied; if targets are normalised, images provide their mean and variance
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
 
-# Paper and release: where they differ, and where this file differs from both
+# Paper and release: where they differ, and what we do
 #   1. Both unshuffle the decoder's tokens into raster order (Sec. 3, "Simple implementation").
 #      Self-attention is permutation-equivariant, so we leave them sorted by noise.
 #   2. Both embed all patches and then drop the masked ones; we embed only the visible ones. The
-#      released head always predicts all patches; in training ours predicts only the masked ones.
+#      released head always predicts all patches; in training, ours predicts only the masked ones.
 #   3. Sec. 3 does not define a patch's variance. We take the release's: unbiased, plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
 #   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
