@@ -8,8 +8,8 @@ ViT encodes only this quarter, so a large encoder is cheap to train. A small dec
 encoded patches and, for every masked patch, the learned mask token plus the position of the patch.
 It predicts the masked patches, by default normalised. After pretraining, only the encoder is kept.
 
-    B images with C channels, L patches of p*p pixels (or p*q), K visible, M = L - K masked, D
-    encoder width, E decoder width, P predicted patches: M in `forward`, L in `reconstruct`
+    B images with C channels, L patches of p*p pixels (or p*q), K visible, M = L - K masked,
+    D encoder width, E decoder width, P predicted patches: M in `forward`, L in `reconstruct`
     images (B,C,H,W) -> visible tokens (B,K,D) -> encoder (B,1+K,D) -> decoder (B,1+L,E)
     -> masked patches (B,M,p*p*C). The first of the 1+K or 1+L tokens is the class token, an extra
     learned token that belongs to no patch
