@@ -32,18 +32,18 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Row and
-    column are the coordinates c. Each is multiplied by dim/2 frequencies f, in a geometric sequence
-    from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP
-    would learn only smooth functions. Features are float32: half precision cannot hold phases up to
-    pi sigma. (Same in minr.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f, a geometric sequence from
+    1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP learns
+    fine detail only slowly. Features are float32: half precision is too coarse for phases up to pi
+    sigma. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
 
 
 class HyperMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
     features. Defaults follow the paper (Table 3, Sec. 5.3), but targets are normalised (item 6).
 
     Args:
@@ -52,8 +52,8 @@ class HyperMAE(nn.Module):
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of blocks, the encoder's last, that also read the weight tokens; they
-            are Feat2W's first and run once (Table 6)
+        shared_blocks: number of the encoder's last blocks that also read the weight tokens; these
+            are Feat2W's first blocks and run once (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
@@ -178,18 +178,17 @@ class HyperMAE(nn.Module):
 #   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has no ReLU
 #      just before or after M, so three linear layers come in a row. We follow the release by
 #      default, and Sec. 2.2 with `relu_around_m`.
-#   2. Sec. 2.1 takes MAE's encoder, which has a final norm. The release creates this norm but never
-#      calls it; we do not create it. As in the release, no norm follows Feat2W.
-#      Weight tokens and T are drawn with std 0.02, as in the release.
+#   2. Sec. 2.1 takes MAE's encoder, with a final norm. The release never calls this norm; ours has
+#      none. As in the release, no norm follows Feat2W, and weight tokens and T have std 0.02.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight
 #      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
 #      weight tokens come last; in Algorithm 1 they come first. Attention ignores the order.
 #   5. Algorithm 1's "PositionalEmbedding" has h dimensions. Ours, the release's Fourier features of
-#      the patch centre, has 2*pe_dim, whatever h is (both are 256 by default). The centres
-#      of 14 x 14 patches cannot tell frequencies above 7 from lower ones; the release goes to 1024.
+#      the patch centre, has 2*pe_dim, whatever h is (both are 256 by default). At the centres of
+#      14 x 14 patches, frequencies above 7 look like lower ones; the release goes to 1024.
 #   6. Table 3 has plain targets. Ours are normalised by default: accuracy is higher in Table 1.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
-#   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output
-#      pixels. The first layer (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output pixels,
+#      and the first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.

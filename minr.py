@@ -5,14 +5,14 @@ Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modellin
 Wang, ECCV 2022) and GINR (Kim et al., CVPR 2023); https://github.com/kakaobrain/ginr-ipc has both.
 
 An implicit neural representation (INR) of an image is an MLP that maps coordinates to colours. Here
-a ViT reads learned weight tokens and an image where 75% of the patches are zero. Its outputs for
-the weight tokens become weights of the MLP. The MLP renders every pixel, at any resolution.
+a ViT reads an image, with 75% of its patches zero, and learned weight tokens. Its outputs for these
+tokens, combined with shared weights, give weights of the MLP. The MLP can render any resolution.
 
     B images, L patches, K visible, D encoder width, N rendered pixels. Layer i of the MLP has a_i
-    inputs and b_i outputs. A *modulated* layer has weights of its own for each image. They are made
-    from g_i of the G weight tokens: each becomes a column of a matrix U (a_i,g_i), see `modulate`
-    images (B,C,H,W) -> tokens (B,1+L+G,D) -> layers: weights (B,a_i,b_i) if modulated, else
-    (a_i,b_i), and biases (b_i,). Coordinates (N,2) and layers -> colours (B,N,C)
+    inputs and b_i outputs. A *modulated* layer has different weights for each image: g_i of the
+    G weight tokens become the columns of U (a_i,g_i), a factor of the weights (see `modulate`)
+    images (B,C,H,W) -> tokens (B,1+L+G,D), or (B,1+K+G,D) if encode_visible_only -> weights
+    (a_i,b_i) or, if modulated, (B,a_i,b_i), biases (b_i,). Coordinates (N,2) -> colours (B,N,C)
 """
 
 import math
@@ -33,11 +33,11 @@ def grid_coords(size, device=None):
 
 
 def fourier_features(coords, dim, sigma):
-    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Row and
-    column are the coordinates c. Each is multiplied by dim/2 frequencies f, in a geometric sequence
-    from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP
-    would learn only smooth functions. Features are float32: half precision cannot hold phases up to
-    pi sigma. (Same in hypermae.py.)"""
+    """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f, a geometric sequence from
+    1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP learns
+    fine detail only slowly. Features are float32: half precision is too coarse for phases up to pi
+    sigma. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -45,22 +45,22 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size, `encoder` gives features. Images are in [0, 1]. We had only a summary of
+    `render` at any size; `encoder` gives features. Images are in [0, 1]. We had only a summary of
     the paper, called "paper" below. Defaults follow this summary, e.g. a grid of 14 x 14 patches
-    (item 1). Where it gives no value, they follow the release.
+    (item 1), or the release where the summary gives no value.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (paper)
-        hypernetwork: how the weights of modulated layers are made (Sec. 3.2; formulas: see
+        hypernetwork: how the weights of modulated layers are made (names: Sec. 3.2; formulas: see
             modulate). ginr: matrix product of predicted and shared weights. transinr: elementwise
-            product of shared weights and predicted columns, repeated to fit
+            product of shared weights and predicted columns; the columns are repeated to fit
         modulated_layers: layers of the MLP whose weights depend on the image, counted from 0, e.g.
             0,1 (default: layer 1 for ginr, all layers for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
         groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
-            (default: 256 for ginr, 64 for transinr; release, item 7)
+            and, for transinr, a divisor of it (default: 256 for ginr, 64 for transinr; item 7)
         ff_dim: number of cosine features; there are as many sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
             ginr, 1024 for transinr; release)
@@ -72,7 +72,7 @@ class MINR(nn.Module):
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as the paper gives no recipe. `crop` replaces
+    recipe = dict(  # the release's for Imagenette, as our summary gives no recipe. `crop` replaces
         # the release's resize and random crop. tests/FLAGS.md has more flags, also for CelebA. The
         # release divides TransINR's learning rate by 10 after 80% of the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
@@ -136,7 +136,7 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Mask and encode images (B,C,H,W) (item 2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
-        also uses them as features: the loss does not train the last block's patch tokens."""
+        uses them as features, because the loss does not train the last block's patch outputs."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -147,14 +147,14 @@ class MINR(nn.Module):
 
     def modulate(self, tokens):
         """Turn weight tokens (B,G,D), sorted by modulated layer, into a list of (W, bias) for all
-        layers of the MLP (Sec. 3.2, item 3). U is predicted from the image; all images share V:
+        layers of the MLP (item 3). U is predicted from the image, but all images share V:
 
             GINR           W = U V               (B,a,b) from (B,a,g) and (g,b): rank at most g
             TransINR       W = [U U ... U] * V   (B,a,b) from (B,a,g) and (a,b), elementwise
             other layers   W = V                 (a,b)
 
-        to_columns turns token k of a layer into column k of U, which has g columns. Every column
-        of W is then scaled to length 1 (item 5). All images share the biases (b,)."""
+        to_columns turns token k of a layer into column k of its U. Then every column of W, in
+        all layers, is scaled to length 1 (item 5). All images share the biases (b,)."""
         counts = self.tokens_per_layer                                 # {i: g_i}
         tokens_of = dict(zip(counts, tokens.split([*counts.values()], dim=1)))
         layers = []
@@ -174,12 +174,12 @@ class MINR(nn.Module):
         """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C), in float32 even
         under autocast. coords are (B,N,2), or (N,2) if all images share them. With (N,2), the
         layers before the first modulated one run only once."""
-        x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0)
+        x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0) for shared coords
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
             x = x @ W                                                  # (N, b_i), then (B, N, b_i)
             x = F.relu(x + bias.to(x.dtype))   # under autocast, a float32 bias would promote x
-        W, bias = layers[-1]                   # (hidden_dim, C), (C,) or (B, hidden_dim, C), (C,)
+        W, bias = layers[-1]   # (hidden_dim, C), (C,) or, if modulated, (B, hidden_dim, C), (C,)
         return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
     def sample_pixels(self, images, mask):
@@ -214,15 +214,15 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels. We divide by their expected number: the number drawn
-            # varies, so with it the loss would depend on --accum
+            # the mean over masked pixels. We divide by their fraction of the image: that of the
+            # drawn pixels varies, so with it the loss would depend on --accum
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Mask images (B,C,H,W) and render them at their own size. Returns rendered images
-        (B,C,H,W) and the mask (B,L), 1 = masked. Every pixel is rendered, none is copied. leak_free
+        (B,C,H,W) and the mask (B,L), 1 = masked. Every pixel is rendered; none is copied. leak_free
         changes nothing, as targets are plain pixels."""
         return self.render_masked(images, self.encoder.img_size, noise, mask_ratio)
 
@@ -257,22 +257,22 @@ class MINR(nn.Module):
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
 # For GINR we follow generalized-MINR. It also has TransINR, but for that we follow trans-MINR.
 #   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
-#      pixels. These are also our tokens; the release's tokens are patches of 9 x 9 pixels.
+#      pixels. Our tokens are the same patches; the release's are other patches, of 9 x 9 pixels.
 #   2. As in the release, masked patches become zero. It masks each patch with probability 0.75
 #      (generalized-MINR: 0 by default); we mask the same number in every image.
-#   3. In the paper, TransINR predicts all weights, and GINR has no formula. In the release, both
+#   3. In our summary, TransINR predicts all weights; GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
 #   5. As in the release, the weights of all layers have columns of length 1 (we know of no reason),
 #      and colours get out_bias.
 #   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
 #      positions and a class token. Neither has a final norm.
-#   7. The paper does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
-#      release's. On CelebA, GINR's ff_sigma is 64. With 256 groups, GINR's layer has full rank. The
-#      pixel centres of a 182-pixel image cannot tell frequencies above 91 from lower ones.
+#   7. Our summary does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
+#      release's. On CelebA, its GINR has ff_sigma 64. With 256 groups, GINR's layer has full rank.
+#      At the 182 pixel centres of a row, frequencies above 91 look like lower ones.
 #   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
-#      it. GINR predicts 65,536 numbers for one full-rank layer, TransINR 66,304 for all five.
+#      it. U has 65,536 numbers in GINR (one layer) and 66,304 in TransINR (five layers).
 #   9. As in generalized-MINR, weights (a,b) are drawn like PyTorch's linear layers, but transposed:
 #      the bound is 1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
 #      Columns are normalised, so the scale matters only relative to the learning rate.
-#  10. `coord_jitter` moves coordinates per batch, generalized-MINR per image and not on CelebA.
+#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image, not on CelebA.
