@@ -5,13 +5,13 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
-predicts the image. A frozen MAE, the teacher, sees the unmixed image; its latent is a target.
+predicts its image. For more targets, a frozen MAE, the teacher, encodes the same patches unmixed.
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
-    mix = alpha images + (1-alpha) partners. In a pair, x_1 is the subordinate image (less weight),
-    x_2 the dominant one. z_i = F_i(encoder(mix)) is our latent of x_i. w_i is the teacher's
-    mix (B,C,H,W) -> visible patches (B,K,D) -> encoder (B,1+K,D)
-    -> for each branch i: z_i (B,1+K,E) -> decoder -> pixels of x_i's masked patches (B,M,p*p*C)
+    mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
+    (dominant). x_i has two latents: ours is z_i = F_i(encoder(mix)), and the teacher's is w_i
+    mix (B,C,H,W) -> visible tokens (B,K,D) -> encoder (B,1+K,D)
+    -> for each branch i: z_i (B,1+K,E) -> decoder -> masked patches of x_i (B,M,p*p*C)
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ from torch import nn
 from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair, require,
                  sincos_pos_embed)
 
-ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # those of Figure 4
+ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # Figure 4's range
 
 
 class IMAE(nn.Module):
-    """`loss, metrics = model(images)`; `unmix` separates mixtures, `reconstruct` predicts all
-    patches, `encoder` gives features. Defaults are ViT-B/16, MAE's decoder, plain targets (item 8).
+    """`loss, metrics = model(images)`; `unmix` separates mixtures; `reconstruct` predicts all
+    patches; `encoder` gives features. Defaults are ViT-B, MAE's decoder and plain targets (item 8).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -38,8 +38,8 @@ class IMAE(nn.Module):
         decoder_depth: number of decoder blocks (as in MAE)
         decoder_heads: attention heads of the decoder (as in MAE)
         branches: 2 (Section 3), or 1 to predict only the subordinate image (Section 2)
-        beta: the weight of an image in the mixture is drawn from Beta(beta, beta) (Table 2: 1)
-        alpha: fixed weight of an image in the mixture (default: drawn from Beta(beta, beta))
+        beta: the images' weight in the mixture is drawn from Beta(beta, beta) (Table 2: 1)
+        alpha: the images' fixed weight in the mixture (default: drawn from Beta(beta, beta))
         distill_weight: weight of the distillation loss, Algorithm 1's c (default: 1 with a teacher,
             as in the release; 0 without)
     """
@@ -47,8 +47,8 @@ class IMAE(nn.Module):
     recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
-    # our own settings for images of up to 64 pixels, or encoders no wider than micro; they
-    # have no augmentation, as on CIFAR in Table 1
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro. As on CIFAR
+    # in Table 1, images are not augmented
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -72,7 +72,7 @@ class IMAE(nn.Module):
         self.beta, self.alpha, self.distill_weight = beta, alpha, distill_weight
         p, q = self.encoder.patch_size
 
-        # F_1 and F_2, the paper's linear separation: MAE's decoder embedding, once for each image
+        # F_1 and F_2, the paper's linear separation: one decoder embedding per branch
         self.decoder_embed = nn.ModuleList(nn.Linear(dim, decoder_dim) for _ in range(branches))
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))
         self.decoder_pos_embed = nn.Parameter(                         # (1, 1+L, E)
@@ -109,7 +109,7 @@ class IMAE(nn.Module):
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
     def decode(self, z, ids_keep, ids_mask, P):
-        """Predict the last P patches, sorted by noise, from a latent z (B,1+K,E): (B,P,p*p*C). P is
+        """Predict the P patches with the highest noise from a latent z (B,1+K,E): (B,P,p*p*C). P is
         M for the masked patches, L for all. (This is as in mae.py, but z is already embedded.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
@@ -123,8 +123,8 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def teach(self, images, ids_keep):
         """Return the teacher's latents (B,1+K,E) of the patches ids_keep (B,K) of images."""
-        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D) E_m, item 1
-        # project to the decoder's width, which z_i has; Algorithm 1 omits this (item 2)
+        latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D_m) E_m, item 1
+        # project from E_m's width D_m to E, that of z_i; Algorithm 1 omits this (item 2)
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E)
 
     def forward(self, images, noise=None, partners=None, alpha=None):
@@ -132,10 +132,10 @@ class IMAE(nn.Module):
         Algorithm 1's perm(img), by default each image's predecessor in the batch (item 7). noise
         (B,L) and alpha, the weight of `images`, are drawn by default. alpha is a number or (B,).
 
-        The loss, a float32 scalar, adds two mean squared errors for each branch: over its image's
-        masked patches and, times distill_weight, between its latent and the teacher's (items 1, 2,
-        4). metrics has the loss and its parts, all detached: "loss", "subordinate", "dominant" if
-        there are two branches, and "distill", not yet weighted."""
+        The loss, a float32 scalar, adds two mean squared errors for each branch: that of its masked
+        patches, and distill_weight times that between its latent and the teacher's (items 1, 2, 4).
+        metrics has detached scalars: "loss"; "subordinate" and "dominant" (if two branches), the
+        errors of patches; and "distill", the sum of the errors of latents, not yet weighted."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -156,9 +156,9 @@ class IMAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised, unmixed images (B,C,H,W) with the dominant branch, or with the
-        only one. Returns the result (B,C,H,W) and the mask (B,L), 1 = masked. All patches are
-        predicted, though the loss ignores the visible ones. leak_free un-normalises without the
-        true patches' mean and variance (see ViT.paste_patches)."""
+        only one. Returns the result (B,C,H,W) and the mask (B,L), 1 = masked. Visible patches are
+        also predicted, although the loss ignores them. leak_free un-normalises without the true
+        patches' mean and variance (see ViT.paste_patches)."""
         # with alpha 1, the mixture is the image itself, and the image is dominant
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
@@ -206,7 +206,7 @@ class IMAE(nn.Module):
 
     def figures(self, images):
         """Return what train.py --eval draws, {"unmix": (caption, images (rows,columns,C,H,W))}: the
-        first two images, mixed and separated as in Figures 6 and 7."""
+        first two images, mixed and separated, in the columns of Figures 6 and 7."""
         if len(images) < 2:
             return {}
         x_1, x_2, rows = images[:1], images[1:2], []
@@ -223,7 +223,7 @@ class IMAE(nn.Module):
 
     def latents(self, images, alpha, names):
         """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha, and is
-        subordinate up to alpha 0.5. Returns a dict of latents; `names` has a NAME per branch:
+        subordinate up to alpha 0.5. Returns these latents; `names` has a NAME for each branch:
 
             mixed          (N,1+K,D)   the encoder's output for the mixture
             branch NAME    (N,1+K,E)   z_i, the branch's latent
@@ -232,9 +232,9 @@ class IMAE(nn.Module):
 
         All images get the same mask, so token t is always the same patch."""
         parts = defaultdict(list)
-        for x_1, x_2 in zip(images.split(250), images.roll(1, 0).split(250)):
-            ids_keep, _, _ = self.encoder.mask(x_1, self.same_noise(x_1), self.mask_ratio)
-            mix, xs = self.mix_images(x_1, x_2, alpha)
+        for x, partner in zip(images.split(250), images.roll(1, 0).split(250)):
+            ids_keep, _, _ = self.encoder.mask(x, self.same_noise(x), self.mask_ratio)
+            mix, xs = self.mix_images(x, partner, alpha)
             mixed = self.encoder(mix, ids_keep)                        # (B, 1+K, D)
             parts["mixed"].append(mixed)
             parts["control"].append(self.teach(mix, ids_keep))
@@ -244,13 +244,13 @@ class IMAE(nn.Module):
         return {name: torch.cat(part) for name, part in parts.items()}
 
     def subordinate_psnr(self, images, alpha):
-        """Mix each of the images (N,C,H,W) with its predecessor; alpha is the weight of the image.
-        Returns the PSNR (N,) in dB of each image's masked pixels, predicted by the first branch."""
+        """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha <= 0.5.
+        Returns the PSNR (N,) in dB of its masked pixels, as the first branch predicts them."""
         decibels = []
-        for x_1, x_2 in zip(images.split(250), images.roll(1, 0).split(250)):
-            decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))
+        for x, partner in zip(images.split(250), images.roll(1, 0).split(250)):
+            decoded, mask = self.unmix(x, partner, alpha, self.same_noise(x))
             masked = self.encoder.pixels_of(mask)                      # (B, 1, H, W)
-            error = (denormalize(decoded[0], self) - denormalize(x_1, self)).square()
+            error = (denormalize(decoded[0], self) - denormalize(x, self)).square()
             error = (error * masked).mean((1, 2, 3)) / masked.mean((1, 2, 3))
             decibels.append(-10 * error.clamp(min=1e-10).log10())
         return torch.cat(decibels)
@@ -290,8 +290,8 @@ class IMAE(nn.Module):
 
 def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     """Fit a linear map from x (N,T,a) to y (N,T,b), with T tokens, by ridge regression: (X^T X +
-    lambda I)^-1 X^T Y. Returns its R^2 on x_val and y_val: the fraction of y_val's variance that
-    the map explains. The mean of each token of x and y is subtracted first."""
+    lambda I)^-1 X^T Y. First, each token's means over the N images of x and y are subtracted, also
+    from x_val and y_val. Returns R^2 on these: 1 - squared error / sum of the squares of y_val."""
     x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
     x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
     x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
@@ -304,10 +304,10 @@ def ridge_r2(x, y, x_val, y_val, weight=1e-3):
 # ------------------------------------------------------------------- what train.py needs for pairs
 def draw_partners(indices, labels, same_class, generator):
     """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
-    the partners' indices (n,). Without same_class, any other image can be drawn. With same_class r,
-    a fraction r of the partners have the image's class, and the others do not. This is semantics-
-    enhanced sampling (Section 1, Table 2). Image k of `indices` gets a mate, i.e. a partner of its
-    class, if floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
+    the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
+    same_class is the fraction r of images whose partner has their class (semantics-enhanced
+    sampling: Section 1, Table 2). Image k of `indices` gets a mate, i.e. a partner of its class, if
+    floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 
@@ -319,11 +319,11 @@ def draw_partners(indices, labels, same_class, generator):
         return (indices + 1 + choose(N - 1)) % N
     k = torch.arange(n, dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
-    # Sort the images by class. A mate is at another place in the image's block: count on from the
-    # image, and wrap around. A partner of another class is outside the block: count on from its
-    # end, and wrap around. In parentheses: an example with labels 1 0 1 0 and indices 0 1 2 3.
+    # Sort the images by class: each class is a block. A mate is elsewhere in the image's block:
+    # count on from the image. A partner of another class is outside: count on from the block's end.
+    # Both counts wrap around. In parentheses: an example with labels 1 0 1 0 and indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
-    place = by_class.argsort()[indices]                    # place of each image (2 0 3 1)
+    place = by_class.argsort()[indices]                    # inverse permutation: places (2 0 3 1)
     sizes = labels.bincount()                              # size of each block (2 2)
     size = sizes[labels[indices]]                          # size of each image's block (2 2 2 2)
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # start of each image's block (2 0 2 0)
@@ -362,9 +362,8 @@ def teacher_of(checkpoint, config):
 
 
 # Paper and release: where they differ, and what we do
-#   1. Algorithm 1 never masks an encoder's input. The release's teacher sees the student's visible
-#      patches of the mixture, for both latents. Ours sees the same patches of the unmixed images,
-#      as Algorithm 1's teacher sees the unmixed images.
+#   1. In Algorithm 1, no input is masked; the teacher sees x_1 and x_2. The release's teacher sees
+#      the mixture's visible patches, so w_1 = w_2. Ours sees the visible patches of x_1 and x_2.
 #   2. In Algorithm 1's l2_loss(z1, x1), x1 must mean w1. As in the release, w_i is the output of
 #      the teacher's decoder embedding, z_i of F_i. The mean squared error includes the class token.
 #   3. In Algorithm 1, x1 and x2 are first the images and partners, later our x_1 and x_2. At alpha
@@ -378,6 +377,6 @@ def teacher_of(checkpoint, config):
 #   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
-#      has 1e-3. To classify, Section 1 has mask ratio 0.75 (our default) and `--norm_pix_loss`. For
-#      figures, it has 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
+#      has 1e-3. To classify, Section 1 uses mask ratio 0.75 (our default) and normalised targets;
+#      for figures, 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
 #   9. In figures, the release pastes in the visible patches of x_1; we paste in the mixture's.

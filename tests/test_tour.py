@@ -77,7 +77,7 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "MINR.forward": dict(N="len(coords)"),
     "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
     "MINR.figures": dict(rows="len(images)"),
-    "IMAE.teach": dict(D="self.teacher['encoder'].dim"),   # the teacher's
+    "IMAE.teach": dict(D_m="self.teacher['encoder'].dim"),
     "ridge_r2": dict(N="len(x_val)", T="x.shape[1]", a="x.shape[2]", b="y.shape[2]"),
     "evaluate": dict(b="len(images)"),
     "knn": dict(N="len(train.labels)"),
