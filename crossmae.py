@@ -70,7 +70,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches, `encoder` gives
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
     features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 75% and 12 decoder blocks
     (Sec. 4.1, 4.2, A.6), and normalised targets (mentioned only in Figure 5's caption).
 
@@ -83,8 +83,8 @@ class CrossMAE(nn.Module):
         decoder_dim: width of the decoder (512 as in MAE: A.6, item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list of
-            blocks, counted from 0, that includes the last, e.g. 3,7,11. With "last", the decoder
+        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list
+            (counted from 0) that includes the last block, e.g. 3,7,11. With "last", the decoder
             gets only the encoder's output (Table 3d, items 5, 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
@@ -314,7 +314,7 @@ def decoder_attention(mae, images):
 #   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
 #      and values. In Sec. 4.4, visible tokens are queries; in Figure 4a, keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
-#      norm. We leave out A.3's norms before mixing, which are no better. For "last" (one map in
+#      norm. A.3 also tried norms before mixing, without gain; we have none. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. By default the prediction ratio is 0.75, as in Sec. 4.2; Appendix C seems to say 0.25.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. All decoder
@@ -327,6 +327,6 @@ def decoder_attention(mae, images):
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
 #  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
-#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches"
-#      must be of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5
-#      differ in inter-block attention, but repeat the numbers of Table 4's CrossMAE.
+#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must be of all
+#      patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
+#      inter-block attention, but repeat the numbers of Table 4's CrossMAE.

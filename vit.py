@@ -2,8 +2,8 @@
 masking and released checkpoints. Nothing here depends on a particular method, except for the
 parameter names at the end.
 
-Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below), with the fixed
-positions, the initialisation and the masking of He et al., Masked Autoencoders Are Scalable Vision
+We follow Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below). Fixed
+positions, initialisation and masking are from He et al., Masked Autoencoders Are Scalable Vision
 Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearch/mae.
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, applied to the last axis, and between them a GELU (not approximated)."""
+    """Apply two linear layers, with a GELU (not approximated) between them, to the last axis."""
 
     def __init__(self, dim, hidden_dim):
         super().__init__()
@@ -289,7 +289,7 @@ class ViT(nn.Module):
     def mask(self, images, noise, mask_ratio):
         """Choose visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), as from masking.
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
-        Raises ValueError if its shape is not (B,L), or if a bool mask does not leave K visible."""
+        Raises ValueError if the shape is not (B,L), or if a bool mask does not leave K visible."""
         B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -354,7 +354,7 @@ class ViT(nn.Module):
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C). If
         `normalized`, predictions are un-normalised first. By default, this uses the mean and
-        variance of the true patch, so that the image and its PSNR look better than they are. With
+        variance of the true patch, so the image and its PSNR look better than they are. With
         `leak_free`, it uses those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
@@ -450,7 +450,7 @@ def transfer(model, state, grid=None):
     The decoder or head is loaded only if all of its names and shapes match. Positions are
     interpolated if the state dict's `grid` (h, w), by default square, is not the model's. Frozen
     teachers are ignored. Returns the names not set in the model, and the names not used from
-    `state`. Raises InputError if either has encoder parameters except norm and extra tokens."""
+    `state`. Raises InputError if these include encoder parameters except norm and extra tokens."""
     own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
     state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
     resized = []
