@@ -43,6 +43,7 @@ train | --decoder_depth 0                      | --decoder_depth: 0 must be fini
 train | --method hypermae --hidden_dim 0       | --hidden_dim: 0 must be finite and at least 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
 train | --lr nan                               | --lr ; nan must be finite and at least 0
+train | --blr inf                              | --blr: inf must be finite and at least 0
 train | --betas 0.9                            | --betas: 0.9 must be 2 numbers
 train | --betas 0.9,1                          | --betas: 1 must be from 0 to 0.999999
 train | --img_size 3x4                         | --img_size: invalid size_in_pixels value: '3x4'

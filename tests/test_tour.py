@@ -381,6 +381,7 @@ def test_comments_and_what_a_line_made():
         call, = trace(lambda: model(images), FILES)
     layers, = [step for step in call.steps if step.statement.targets == ["layers"]]
     assert "(1, 64, 64)" in tour.numbers_of(tour.made_by([layers]))
+    assert tour.numbers_of([], [SimpleNamespace(values=[999.5, 1000, "x"])]) == "999.5"
     seen = []
     with patch.object(tour, "pictures", lambda made, *_: seen.extend(made) or ""):
         tour.section(call, model)
@@ -436,7 +437,9 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     refused(main, ["train", "--image", "a.png"], "train takes no --checkpoint and no --image")
     Path("text").write_text("no image")
     refused(main, ["mae", "--image", "text"], "text")
-    refused(main, ["mae", "--image", "a.png", "a.png"], "mae takes at most 1")
+    for method, most in (("mae", 1), ("imae", 2)):
+        main([method, "--image", *["a.png"] * most])
+        refused(main, [method, "--image", *["a.png"] * (most + 1)], f"takes at most {most}")
 
 
 def test_in_a_browser(tmp_path):

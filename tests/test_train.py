@@ -155,7 +155,8 @@ def test_images_that_are_nearly_black(tmp_path, capsys, bright):
 
 
 @pytest.mark.parametrize("sides, size, patch_size", [
-    ((155, 155), (144, 144), (16, 16)), ((97, 97), (96, 96), (12, 12)),
+    ((223, 223), (208, 208), (16, 16)), ((223, 224), (224, 224), (16, 16)),
+    ((128, 127), (128, 120), (16, 15)), ((97, 97), (96, 96), (12, 12)),
     ((50, 70), (48, 64), (6, 8)), ((33, 33), (32, 32), (4, 4)), ((427, 640), (224, 224), (16, 16))])
 def test_images_of_any_size(tmp_path, sides, size, patch_size):
     """Without flags for sizes, the image size is a multiple of the patch size."""
@@ -580,11 +581,13 @@ def test_small_images_and_encoders(dry, words, side, wanted):
 @pytest.mark.parametrize("words, n, batch_size", [
     ("", 50_000, 64), ("", 640, 64), ("", 639, 32), ("", 120, 8), ("", 9, 2),
     ("--batch_size 64", 120, 64)])
-def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size):
+def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size, capsys):
     for main, more in ((train.main, ""), (finetune.main, " --mode scratch")):
-        found = dry(main, f"{words}{more} --blr 0.1", 32, n)
-        largest = 128 if more and n == 50_000 else batch_size
+        found, usual = dry(main, f"{words}{more} --blr 0.1", 32, n), 128 if more else 64
+        largest = usual if n == 50_000 else batch_size
         assert found["batch_size"] == largest and found["lr"] == 0.1 * largest / 256
+        said = f"note    batch size {largest} instead of {usual}: only {n} training images"
+        assert (said in capsys.readouterr().out) == (largest < usual and not words)
 
 
 def test_a_short_run(dry):
@@ -654,11 +657,12 @@ def test_what_changes_nothing(pretrain):
 
 
 def test_a_run_leaves_everything(pretrain, capsys):
-    content = pretrain("--img_size", "16,24")
+    content = pretrain("--img_size", "16,24", "--eval_images", "9", "--warmup_epochs", "0.5")
     said, rows = capsys.readouterr().out, log()
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
     assert Image.open("runs/mae/recon.png").size == (4 * 122 + 2, 8 * 82 + 2)
-    assert "40 train, 11 val, in memory; 16x24 px in 4x6 patches of 4x4 px" in said
+    assert "40 train, 9 val, in memory; 16x24 px in 4x6 patches of 4x4 px" in said
+    assert "2 epochs (0.5 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002" in said
     assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
@@ -956,7 +960,8 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     finetune.main("--checkpoint runs/mae/last.pt --epochs 0 --name tuned --workers 0".split())
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval"]
     rows = train.main([*words, *(f"runs/{name}/last.pt" for name in ("mae", "tuned", "half"))])
-    assert "skipping runs/tuned/last.pt" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipping runs/tuned/last.pt" in said and "mean over 11 images of" in said
     assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
         ("mae", 0.5), ("mae", 0.75), ("half", 0.5), ("half", 0.75)]
     for name, row in (("mae", rows[1]), ("half", rows[3])):
