@@ -411,12 +411,11 @@ def compare(args):
         trained_on = content["flags"].get("data", args.data)
         if trained_on != args.data:
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
-        size, patch_size = model.encoder.img_size, model.encoder.patch_size
-        sizes = "images of {}x{} and patches of {}x{} pixels".format(*size, *patch_size)
+        sizes = model.encoder.img_size, model.encoder.patch_size
         if not rows:
-            first, (train, val, _) = (path, sizes), open_data(args.data, size, args)
-        require(sizes == first[1], f"{path} has {sizes}, but {first[0]} has {first[1]}: evaluate "
-                                   f"them separately")
+            first, (train, val, _) = sizes, open_data(args.data, sizes[0], args)
+        require(sizes == first, f"{path} has images and patches of {sizes} pixels, those before it "
+                                f"{first}: evaluate them separately")
         for mask in args.masks:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
@@ -530,10 +529,9 @@ def open_data(name, img_size, args):
                 try:
                     sets = [kind("data", train=train, download=True) for train in (True, False)]
                 except Exception as error:                 # a damaged file can raise anything
-                    raise InputError(
-                        f"--data {name}: cannot read it from data/, nor download {kind.url} "
-                        f"({error}). Copy that file to data/, or pass a folder that has class "
-                        f"folders in train/ and val/, e.g. --data data/{name}") from None
+                    raise InputError(f"--data {name}: cannot download {kind.url} ({error}). Copy "
+                                     f"it to data/, or pass a folder with class folders in train/ "
+                                     f"and val/, e.g. --data data/{name}") from None
             if args.world > 1:
                 dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
@@ -565,8 +563,7 @@ def open_folder(root, img_size, args):
     samples = (train.read(i)[0] for i in range(0, n, math.ceil(n / 50)))
     high, wide, bright = map(max, zip(*((*x.shape[1:], x.max().item()) for x in samples)))
     if bright < 32:
-        print(f"note    the images in {root} are nearly black (at most {bright} of 255): do 16-bit "
-              f"files hold fewer bits?")
+        print(f"note    images are nearly black (at most {bright}): 12 bits in 16-bit files?")
     val.read(0)                                            # InputError if no val file can be read
     if img_size is not None:
         H, W = img_size
@@ -798,7 +795,10 @@ def save(path, content):
     one, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:    # opened here: torch.save(path) would hide a full disk
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:                      # follows the OSError of a full disk
+            raise error.__context__ or error from None
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -324,19 +324,20 @@ def test_resuming_on_machines_without_a_shared_disk(words):
         assert any(f"the same runs{rank}/x/last.pt to resume" in line for line in lines), lines
 
 
-def test_a_full_disk(words):
+@pytest.mark.parametrize("wide", [[], ["--dim", "64"]])    # tensors of more than a file's buffer
+def test_a_full_disk(words, wide):
     """The last checkpoint stays, and one line says what happened."""
     resource = pytest.importorskip("resource", reason="Unix only")
-    train.main(words("full", 2))
+    train.main([*words("full", 2), *wide])
     before = Path("runs/full/last.pt").read_bytes()
 
     def tight():                                           # files may be half as long
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
-        script("train.py", *words("full", 4))
+        script("train.py", *words("full", 4), *wide)
     code, lines = ended(fork(tight))
     assert code == 2 and len(lines) == 1 and os.strerror(errno.EFBIG) in lines[0], lines[-3:]
     assert Path("runs/full/last.pt").read_bytes() == before
-    assert train.main(words("full", 4))["epoch"] == 4
+    assert train.main([*words("full", 4), *wide])["epoch"] == 4
 
 
 # ------------------------------------------------------------------------------- not finite numbers

@@ -334,7 +334,7 @@ def test_cifar(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "download", lambda _: 1 / 0)
     refused(train.main, ["--data", "cifar10"], torchvision.datasets.CIFAR10.url,
-            "(division by zero). Copy that file to data/, or pass a folder", "--data data/cifar10")
+            "(division by zero). Copy it to data/, or pass a folder", "--data data/cifar10")
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     images = train.open_data("cifar10", None, settings())[0].images
     assert images.is_contiguous()
@@ -973,10 +973,9 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
     for name, more in (("drawn", "--data shapes --train_images 40"), ("large", "--img_size 32"),
                        ("coarse", "--patch_size 8")):
         pretrain(*more.split(), "--epochs", "0", "--eval_images", "1", name=name)
-    for name, sizes in (("large", "32x32 and patches of 4x4"),
-                        ("coarse", "16x16 and patches of 8x8")):
+    for name, sizes in (("large", "((32, 32), (4, 4))"), ("coarse", "((16, 16), (8, 8))")):
         refused(train.main, [*words, "runs/mae/last.pt", f"runs/{name}/last.pt"],
-                f"runs/{name}/last.pt has images of {sizes} pixels, but runs/mae/last.pt has")
+                f"runs/{name}/last.pt has images and patches of {sizes} pixels, those before it")
     capsys.readouterr()
     train.main([*words, "runs/large/last.pt", "runs/drawn/last.pt", "--eval_images", "1"])
     assert f"drawn/last.pt was trained on shapes, and is evaluated on {folder}" in (
