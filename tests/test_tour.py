@@ -293,7 +293,7 @@ def test_page(name, tmp_path, monkeypatch, capsys):
     assert len(page) < 1.5e6 and "<script" not in page
     cls, functions, calls = train.METHODS.get(name), [train.train_epoch, train.train_step], []
     if cls:
-        model, images = cls(**TINY, **cls.low_res_config), torch.rand(1, 3, 32, 48)
+        model, images = train.load_model(ROOT / f"tests/models/{name}.pt"), torch.rand(1, 3, 32, 32)
         functions = [cls.forward, cls.encode, cls.decode]
         with torch.no_grad():
             calls = [*flatten(trace(lambda: model.eval()(images), FILES))]

@@ -1,6 +1,6 @@
 """Look inside a method: an image goes through it, and a page shows what every line makes of it.
 
-    python -m tests.tour mae                           # an untrained model, one of our images
+    python -m tests.tour mae                           # our trained model, one of our images
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
     python -m tests.tour train                         # one training step, including the optimizer
 
@@ -33,10 +33,11 @@ import torchvision
 
 import train
 from tests import diagrams
-from train import LAYOUT, METHODS, center_crop, draw_shapes, load_model, read_image
+from train import LAYOUT, METHODS, center_crop, load_model, read_image
 from vit import InputError, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
+IMAGES = [ROOT / f"tests/models/images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
@@ -490,21 +491,25 @@ def tour_method(args):
     """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
-    model = load_model(args.checkpoint) if args.checkpoint else cls(**TINY, **cls.low_res_config)
-    require(type(model) is cls, f"{args.checkpoint} is not of method {args.method}")
+    path = args.checkpoint or ROOT / f"tests/models/{args.method}.pt"
+    if args.checkpoint or path.exists():
+        model = load_model(path)
+    else:                                                  # a method of your own
+        path, model = "random weights", cls(**TINY, **cls.low_res_config)
+    require(type(model) is cls, f"{path} is not of method {args.method}")
     H, W = model.encoder.img_size
-    images = draw_shapes(32, (H, W), seed=5)[0][[14, 20]]  # a star and, as a partner, a pentagon
     most = 1 + hasattr(cls, "pairs")
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
-    for i, file in enumerate(args.image):
+    files, images = [*args.image, *IMAGES[len(args.image):most]], []
+    for file in files:
         try:
-            images[i] = center_crop(read_image(file), (H, W), 1)
+            images.append(center_crop(read_image(file), (H, W), 1))
         except Exception as error:                         # a broken file can raise anything
             raise InputError(f"--image {file}: {error}") from None
-    image, partner = normalize(images, model).split(1)
+    image, *partner = normalize(torch.stack(images), model).split(1)
     inputs = [image, model.encoder.fixed_noise(image)]
-    if hasattr(cls, "pairs"):
-        inputs += [partner, 0.3]                           # the weight of the image
+    if partner:
+        inputs += [*partner, 0.3]                          # the weight of the image
     with torch.no_grad():
         calls = trace(lambda: model.eval()(*inputs), [inspect.getfile(cls), *ROOT.glob("*.py")])
         strip = strip_of(model, *inputs[:2])
@@ -518,8 +523,9 @@ def tour_method(args):
              if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
     options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
                if not isinstance(getattr(model, name, model), (dict, torch.nn.Module))]
-    about = (f"{args.method} from {args.checkpoint or 'random weights'}, in evaluation mode, on "
-             f"{' and '.join(args.image) or 'a generated image'}. Options: {', '.join(options)}.")
+    path, *files = (str(x).removeprefix(f"{ROOT}/") for x in (path, *files))
+    about = (f"{args.method} from {path}, in evaluation mode, on {' and '.join(files)}. Options: "
+             f"{', '.join(options)}.")
     return text, about, known, strip, calls[0], model
 
 
@@ -542,9 +548,9 @@ def main(argv=None):
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train")
-    option("--checkpoint", metavar="FILE", help="a checkpoint from train.py (an untrained model)")
+    option("--checkpoint", metavar="FILE", help="a checkpoint from train.py (tests/models/METHOD.pt)")
     option("--image", metavar="FILE", nargs="+", default=[],
-           help="an image file; for imae also its partner (generated images)")
+           help="an image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)

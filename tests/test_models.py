@@ -1,0 +1,34 @@
+"""The trained models in tests/models/: a change of the code that breaks old checkpoints is seen."""
+
+import re
+
+import pytest
+import torch
+
+import finetune
+import train
+from tests.conftest import ROOT
+
+MODELS = ROOT / "tests/models"
+ROWS = re.findall(r"^\| (\w+) \|.*\| ([\d.]+) \| ([\d.]+), ([\d.]+) \|$",
+                  (MODELS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_all_methods_are_there():
+    assert [name for name, *_ in ROWS] == [*train.METHODS]
+    assert sum(file.stat().st_size for file in MODELS.glob("*.pt")) < 4.2e6
+
+
+@pytest.mark.parametrize("name, psnr, top1, top5", ROWS)
+def test_numbers(name, psnr, top1, top5, tmp_path, monkeypatch):
+    """PSNR and 20-NN are as stored. The weights are in half precision, and all are finite."""
+    for value in train.read_checkpoint(MODELS / f"{name}.pt")["model"].values():
+        assert value.dtype == torch.float16 and value.isfinite().all()
+    monkeypatch.setattr(train, "save_picture", lambda *_: None)        # writes no files
+    monkeypatch.setattr(train, "analyse", lambda *_: ({}, {}))         # takes long
+    shown = ["--data", "shapes", "--eval_images", "100", "--workers", "0"]
+    row, = train.main(["--eval", str(MODELS / f"{name}.pt"), "--mask_ratios", "0.75", *shown])
+    assert row["psnr_masked"] == pytest.approx(float(psnr), abs=0.02)
+    row = finetune.main(["--checkpoint", str(MODELS / f"{name}.pt"), "--mode", "knn",
+                         "--train_images", "500", *shown])
+    assert (row["top1"], row["top5"]) == pytest.approx((float(top1), float(top5)), abs=2)
