@@ -31,7 +31,8 @@ torch.set_num_threads(1)
 tqdm.monitor_interval = 0                                  # no monitor thread: a fork would lose it
 if not any("test_devices" in word for word in sys.argv):   # a forked process cannot use autograd
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                # where torch sees a GPU
-GPU = torch.cuda.is_available()
+torch.ones(1, requires_grad=True).backward()               # if the first one followed an export, it
+GPU = torch.cuda.is_available()                            # would start threads, and forks fail
 for backend in (torch.cuda, torch.backends.mps):           # they add in another order, and in bf16;
     backend.is_available = lambda: False                   # for GPUs see test_devices.py
 
