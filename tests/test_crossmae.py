@@ -113,7 +113,7 @@ def test_initial_weights_are_those_of_the_paper(options, n):
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=False), dict(feature_maps="last"),
-                                     dict(self_attention=True, decoder_depth=3)])
+                                     dict(self_attention=True, decoder_depth=3, mask_ratio=0.8)])
 def test_contributions_add_up(options):
     """Appendix D: mask token and positions, then each block, sum to the prediction, and their
     images to the reconstruction."""

@@ -174,7 +174,7 @@ def test_latents_of_many_images():
 def test_figure():
     """One row per alpha: mixture, masked, prediction, that with visible patches, two targets."""
     model, (images, _) = build("imae"), images_and_noise()
-    _, rows = model.figures(images)["unmix"]
+    _, rows = model.figures(images[:2])["unmix"]
     assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
     for row, alpha in zip(rows, ALPHAS):
         assert torch.allclose(row[0], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
@@ -233,7 +233,7 @@ def test_random_partners_are_any_other_image():
 def test_classes_without_partners():
     """A fraction above 0 needs two images in each class, one below 1 two classes; both need
     labels."""
-    two, few, one = labels_of(9, 9), labels_of(9, 1), labels_of(9)
+    two, few, one = labels_of(9, 2), labels_of(9, 1), labels_of(9)
     for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0), (one, "a", 1)):
         check_same_class(labels, classes, r)
     for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, "ab", 0.5),
@@ -278,6 +278,9 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
     mae = pretrain(*micro)
     torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
+    for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
+        with pytest.raises(ValueError, match=f"the teacher has {name} .*, this model 99"):
+            imae.teacher_of(mae, {**mae["config"], name: 99})
     for file in ("runs/mae/last.pt", "mae.pth"):
         pretrain("--method", "imae", "--teacher", file, "--overwrite", name="student")
         model = train.load_model("runs/student/last.pt")

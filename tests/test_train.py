@@ -236,6 +236,7 @@ def test_whole_images():
     assert train.center_crop(white, (8, 8), 1).min() == 255
     middle = v2.functional.resize(image[:, :, 12:36], (8, 8), Image.BICUBIC)
     assert torch.equal(train.center_crop(image, (8, 8), 1), middle)    # not distorted
+    assert train.center_crop(image[:, :, :1], (8, 32), 7 / 8).shape == (3, 8, 32)
 
 
 def test_copies_block_except_on_cuda(folder, spy):
@@ -661,6 +662,8 @@ def test_a_run_leaves_everything(pretrain, capsys):
     said, rows = capsys.readouterr().out, log()
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
     assert Image.open("runs/mae/recon.png").size == (4 * 122 + 2, 8 * 82 + 2)
+    train.save_picture([torch.rand(2, 3, 129, 8)], "large.png")        # is not enlarged
+    assert Image.open("large.png").size == (8 + 4, 2 * 131 + 2)
     assert "40 train, 9 val, in memory; 16x24 px in 4x6 patches of 4x4 px" in said
     assert "2 epochs (0.5 warmup), 5 steps per epoch, batch size 8, adamw, lr 0.002" in said
     assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows

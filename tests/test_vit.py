@@ -153,14 +153,15 @@ def test_initial_weights():
 
 
 def test_what_does_not_fit():
-    images, noise = torch.randn(2, 3, 8, 12), torch.rand(2, 9)
+    images = torch.randn(2, 3, 8, 12)
     for call, words in (
             (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
             (lambda: vit(dim=0), "dim 0 must be a positive multiple of 4"),
             (lambda: vit(img_size=(13, 12)), "13x12 is not a multiple of .* 2x4"),
             (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4; try 8x12 or 8x16"),
             (lambda: vit()(images), r"images are \(3, 8, 12\), but .* needs \(5, 8, 12\)"),
-            (lambda: vit().mask(images, noise, 0.5), r"\(2, 9\), but must have \(2, 12\)"),
+            *((lambda noise=noise: vit().mask(images, noise, 0.5), r"have \(2, 12\)")
+              for noise in (torch.rand(2, 9), torch.rand(1, 12))),
             *((lambda size=size: pair(size), "is not a size in pixels")
               for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"))):
         with pytest.raises(ValueError, match=words):
