@@ -1,5 +1,7 @@
 """What CrossMAE is about: patches that do not depend on one another, and mixed feature maps."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -12,15 +14,9 @@ from vit import denormalize, mask_noise, normalize_patches
 def ids_of(model, images, noise):
     """Return ids_keep, ids_mask and the patches that the loss compares."""
     ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-    seen, targets = [], model.encoder.targets
-
-    def remember(images, ids, *rest):
-        seen.append(ids)
-        return targets(images, ids, *rest)
-    model.encoder.targets = remember
-    model(images, noise)
-    model.encoder.targets = targets
-    return ids_keep, ids_mask, seen[0]
+    with patch.object(model.encoder, "targets", wraps=model.encoder.targets) as targets:
+        model(images, noise)
+    return ids_keep, ids_mask, targets.call_args[0][1]
 
 
 @pytest.mark.parametrize("side, mask_ratio, prediction_ratio, visible, predicted", [

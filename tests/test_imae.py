@@ -242,34 +242,22 @@ def test_classes_without_partners():
             check_same_class(labels, classes, r)
 
 
-def pairs_seen(monkeypatch, pretrain, *words):
-    """Return all (images, partners, alpha) on which a run trained."""
-    seen, forward = [], IMAE.forward
-
-    def remember(self, images, noise, partners, alpha):
-        seen.append((images, partners, alpha))
-        return forward(self, images, noise, partners, alpha)
-    with monkeypatch.context() as patch:
-        patch.setattr(IMAE, "forward", remember)
-        pretrain("--method", "imae", *words)
-    return seen
-
-
 def colour(images):
     """Return the class of conftest's images: whether red or blue is stronger."""
     return images[:, ::2].mean((2, 3)).argmax(1)
 
 
 @pytest.mark.parametrize("size, weight", [("16", 0.0), ("8", 1.0)])    # in memory; files
-def test_pairs_of_a_run(size, weight, pretrain, monkeypatch):
-    words = ["--img_size", size, "--patch_size", "4", "--same_class", "0.25"]
-    seen = pairs_seen(monkeypatch, pretrain, *words)
+def test_pairs_of_a_run(size, weight, pretrain, spy):
+    seen = spy(IMAE, "forward", lambda self, images, noise, *rest: (images, *rest))
+    words = ["--method", "imae", "--img_size", size, "--patch_size", "4", "--same_class", "0.25"]
+    pretrain(*words)
     same = torch.cat([colour(images) == colour(partners) for images, partners, _ in seen])
     assert same.view(2, -1).sum(1).tolist() == [10, 10]    # of 40 images, each epoch
     alphas = torch.stack([alpha for *_, alpha in seen])
     assert len(alphas.unique()) == 10 and ((alphas > 0) & (alphas < 1)).all()
-    fixed = pairs_seen(monkeypatch, pretrain, *words, "--overwrite", "--alpha", str(weight))
-    assert {alpha.item() for *_, alpha in fixed} == {weight}
+    pretrain(*words, "--overwrite", "--alpha", str(weight))
+    assert {alpha.item() for *_, alpha in seen[10:]} == {weight}
 
 
 def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
