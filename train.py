@@ -594,8 +594,8 @@ def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
     from a plain folder, where a hash of the file name selects about 5% of the images for val."""
     if (root / "train").is_dir():
-        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or pass "
-                                         f"--data {root / 'train'} to train without labels")
+        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or, to "
+                                         f"pretrain without labels, pass --data {root / 'train'}")
         train, val = class_folders(root / "train"), class_folders(root / "val")
         different = sorted({*train[2]} ^ {*val[2]})
         require(not different, f"--data {root}: only one of train/ and val/ has images of the "

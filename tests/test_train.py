@@ -601,12 +601,11 @@ def test_a_short_run(dry):
     assert dry(train.main, "--epochs 3 --warmup_epochs 2.5", 32)["warmup_epochs"] == 2.5
 
 
-@pytest.mark.parametrize("main, words", [(train.main, ""), (finetune.main, "--mode scratch ")])
+@pytest.mark.parametrize("main, words", [(train.main, ""), (finetune.main, "--mode scratch")])
 def test_a_run_is_evaluated_at_most_99_times(dry, main, words):
     """Unless --eval_every is given."""
-    for epochs, wanted in ((0, 1), (10, 1), (99, 1), (100, 2), (800, 16)):
-        assert dry(main, f"{words}--epochs {epochs}", 32)["eval_every"] == wanted
-    assert dry(main, f"{words}--epochs 800 --eval_every 7", 32)["eval_every"] == 7
+    for more, wanted in (("0", 1), ("99", 1), ("100", 2), ("800", 16), ("800 --eval_every 7", 7)):
+        assert dry(main, f"{words} --epochs {more}", 32)["eval_every"] == wanted
 
 
 @pytest.mark.parametrize("main, words", [
