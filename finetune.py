@@ -1,12 +1,12 @@
 """Evaluate what an encoder has learned: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
 
-Fine-tune it, fit a linear probe, classify by nearest neighbours, compare with the same network from
-scratch, or evaluate a fine-tuned checkpoint, your own or a released one. `finetune` opens the data,
-builds a Classifier and hands both to train.fit; train.py handles data, checkpoints and the loop.
+Fine-tune it, train the same network from scratch, fit a linear probe, classify by nearest
+neighbours, or evaluate a fine-tuned checkpoint, your own or a released one. `finetune` opens the
+data, builds a Classifier and hands both to train.fit. train.py handles data and checkpoints.
 
-The recipes are MAE's (He et al., CVPR 2022), with additions from the released code: Table 9 for
-fine-tuning, as in CrossMAE Table 11 and HyperMAE Table 13, and Table 10 for the probe. The end of
-this file lists the differences. For i-MAE's Tables 3 and 4 see tests/FLAGS.md.
+The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
+probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
+released code. The end of this file lists what differs. For i-MAE see tests/FLAGS.md.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def finetune(args):
     """Run --mode finetune, scratch, linear or knn, and return the last row of the log or, for knn,
     the accuracies. `args` holds the flags and what train.start_processes adds."""
     source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
-    if args.checkpoint is not None:                        # an empty name is an error
+    if args.checkpoint is not None:                        # "" must not mean "none given"
         source = read_checkpoint(args.checkpoint, args.heads)
     args.data = data_of(source, args.checkpoint, args)
     if args.mode != "knn":
@@ -44,8 +44,8 @@ def finetune(args):
     recipe, low_res = RECIPES[args.mode]
     apply_recipe(args, recipe, low_res, config, len(train.labels))
     require(args.mode != "linear" or args.batch_size > args.world * args.accum,
-            f"--batch_size {args.batch_size}: BatchNorm needs two images per process and --accum")
-    args.pairs = args.same_draws = False                   # each process draws its own drop path
+            f"--batch_size {args.batch_size}: BatchNorm needs two images per --accum piece")
+    args.pairs = args.same_draws = False                   # drop path differs between processes
 
     torch.manual_seed(args.seed)
     extra_tokens = count_extra_tokens(source["model"])
@@ -73,14 +73,14 @@ def finetune(args):
         print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}, by "
               f"{k} neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
         return row
-    if args.eval_every is None:                            # few labels make short epochs
+    if args.eval_every is None:                            # few labels: validate less often
         args.eval_every = max(1, args.epochs // 50, round(len(val.labels) / len(train.labels)))
     make_inputs = augmentation(train, model, img_size, args)
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
 
     def evaluate_model():
         if args.world > 1:
-            for buffer in model.buffers():                 # BatchNorm statistics of rank 0
+            for buffer in model.buffers():                 # all take rank 0's BatchNorm statistics
                 dist.broadcast(buffer, 0)
         return evaluate(model.classify, val, args, img_size)
 
@@ -92,7 +92,7 @@ def finetune(args):
 
 
 def run_name(args, source_data):
-    """Name a run after its checkpoint, its mode, its data if they are new, and --labels below 1."""
+    """Name a run after its checkpoint and mode, its data if new, and --labels if below 1."""
     words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if not args.checkpoint or args.data != source_data:
         words.append(Path(args.data).resolve().name)
@@ -102,10 +102,10 @@ def run_name(args, source_data):
 
 
 def augmentation(train, model, img_size, args):
-    """Return make_inputs(images, labels), which returns the model's arguments, images and targets.
-    RandAugment and erasing take one image at a time. They become train.transform, and images in
-    memory move to the CPU, where workers crop them one by one."""
-    more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # item 1
+    """Return a function make_inputs(images, labels). It returns the model's arguments: normalised
+    images, and targets. RandAugment and erasing take one image at a time. With either, workers crop
+    and augment the images (by train.transform), and images in memory move to the CPU."""
+    more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # two per image; item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
     if more or not train.in_memory:
@@ -126,11 +126,11 @@ def augmentation(train, model, img_size, args):
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
-    """Return parameter groups, each a dict of params, weight_decay and lr_factor. In layer i,
-    lr_factor is layer_decay ** (n - i): the embedding is layer 0, block j is layer j + 1, and
-    everything after the blocks is layer n. As in pretraining, parameters with fewer than two axes
-    (biases and norms) get no weight decay; here learned tokens and positions get none either (BEiT;
-    MAE Table 9)."""
+    """Return parameter groups, each a dict of params, weight_decay and lr_factor. Layer i learns at
+    lr_factor = layer_decay ** (n - i) times the learning rate (BEiT; MAE Table 9). The embedding is
+    layer 0, block j is layer j + 1, and everything after the blocks is layer n. As in pretraining,
+    biases and norms (parameters with fewer than two axes) get no weight decay. Here, learned tokens
+    and positions get none either, as in the release."""
     groups, n = {}, len(model.encoder.blocks) + 1
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")
@@ -143,7 +143,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
                          lr_factor=layer_decay ** (n - layer))
-            groups.setdefault((layer, decays), group)["params"].append(p)  # keeps the first group
+            groups.setdefault((layer, decays), group)["params"].append(p)  # `group` only if new
     return [*groups.values()]
 
 
@@ -159,18 +159,18 @@ def keep_labels(dataset, fraction, seed):
 
 # -------------------------------------------------------------------------- the model, the recipes
 class Classifier(nn.Module):
-    """A ViT with a head: `logits(images)`, and `loss, metrics = model(images, targets)`.
+    """A ViT with a classification head. In training, `loss, metrics = model(images, targets)`.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
-        pool: the features. "mean": mean of the patch tokens. "token": the class token. "extra":
-            mean of the extra tokens. "joined": all extra tokens as one vector, or all patch tokens
-            if there are none
+        pool: which features the head gets. "mean": mean of the patch tokens. "token": the class
+            token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
+            without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
-        norm: whether the encoder of a probe has a final norm (--norm). Fine-tuning on pooled tokens
-            removes it (CrossMAE A.6); instead, fc_norm follows the pooling (MAE's release)
+        norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, it has one only
+            for the class token (CrossMAE A.6). Other features get fc_norm instead (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
     """
@@ -201,7 +201,7 @@ class Classifier(nn.Module):
             self.head = linear
 
     def features(self, images):
-        """Pool the tokens of normalised images (B,C,H,W): (B,D); if joined (B,G*D) or (B,L*D)."""
+        """Return the features of normalised images (B,C,H,W): (B,D), (B,G*D) or (B,L*D)."""
         tokens = self.encoder(images)                                  # (B, 1+L+G, D)
         patches = tokens[:, 1:1 + self.encoder.num_patches]            # (B, L, D)
         extra = tokens[:, 1 + self.encoder.num_patches:]               # (B, G, D)
@@ -223,34 +223,34 @@ class Classifier(nn.Module):
 
     def forward(self, images, targets):
         """Return the cross-entropy and {"loss": the detached loss} for normalised images (B,C,H,W)
-        and targets, which are classes (B,) or the probabilities of classes (B,classes)."""
+        and targets. Targets are class indices (B,) or class probabilities (B,classes)."""
         loss = F.cross_entropy(self.logits(images).float(), targets, label_smoothing=self.smoothing)
         return loss, {"loss": loss.detach()}
 
 
-# the most features that --pool joined may give; 64 patch tokens of the micro encoder make 4,096
+# --pool joined gives at most this many features; micro has 4,096 with its 64 patches of 64 numbers
 MOST_FEATURES = 5000
 
 
 def default_pool(extra_tokens, dim):
-    """Return the default --pool for an encoder of width dim. For MINR it selects the weight tokens,
-    because MINR's loss trains their outputs, but not the last block's outputs of patch tokens."""
+    """Return the default --pool for an encoder of width dim. With MINR it is the weight tokens:
+    MINR's loss reads only their outputs, so it does not train the outputs of patch tokens."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
 
 
-FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; erasing: released code
+FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; items 6, 7
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
-    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)  # 6, 7
-PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)
+    mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)
+PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # off in MAE's probe
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-LOW_RES = dict(  # our own settings: see train.is_low_res
+LOW_RES = dict(  # our own settings
     batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-RECIPES = {  # for each mode: recipe, settings for low-resolution images
+RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
     "knn": (FINETUNE, LOW_RES), "eval": (FINETUNE, LOW_RES),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # item 9
@@ -259,8 +259,8 @@ RECIPES = {  # for each mode: recipe, settings for low-resolution images
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """Return the accuracies {"top1", "top5"} on val in %, where score(images) gives (b,classes).
-    The second return value is None, so that train.fit saves no picture."""
+    """Return the accuracies {"top1", "top5"} on val in %, and None, for which train.fit saves no
+    picture. score(images) returns scores (b,classes)."""
     sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
@@ -273,9 +273,9 @@ def evaluate(score, val, args, img_size):
 
 @torch.no_grad()
 def knn(model, train, args, img_size, temperature=0.07):
-    """Return score(images) -> (b,classes): votes of the --k most similar training images, weighted
-    by exp(cosine / temperature) as in Wu et al. (2018). Features are pooled as set by --pool and
-    normalised to unit length."""
+    """Return a function score(images). It returns votes (b,classes): the --k training images with
+    the most similar features vote for their class, with weight exp(cosine / temperature) as in Wu
+    et al. (2018). Features are pooled as set by --pool and normalised to unit length."""
     torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
 
     def embed(images):
@@ -293,7 +293,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
     def score(images):
         features = embed(images)                                       # (b, width)
-        with torch.autocast(args.device.type, enabled=False):  # many would tie in 16 bits
+        with torch.autocast(args.device.type, enabled=False):  # 16 bits would make ties
             cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
@@ -301,7 +301,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
 
 def evaluate_checkpoint(args):
-    """Run --mode eval: print the accuracies of a checkpoint with a head. Writes no files."""
+    """Run --mode eval: print the top-1 and top-5 accuracy of a checkpoint that has a head."""
     content = read_checkpoint(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
@@ -327,28 +327,28 @@ def evaluate_checkpoint(args):
 
 # ------------------------------------------------------------------------------- the command line
 def main(argv=None):
-    """Run `python finetune.py` with the words `argv`. Returns the last row of log.jsonl, a dict.
-    The modes knn and eval write nothing, and return {"top1", "top5"}."""
+    """Run `python finetune.py` with the arguments `argv`. Returns the last row of log.jsonl.
+    The modes knn and eval write no files, and return {"top1", "top5"}."""
     parser = Parser("finetune.py", **LAYOUT)
     option = parser.add_argument
     option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
            help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
-                "from random weights, taking only sizes from --checkpoint; eval: evaluate a "
-                "fine-tuned checkpoint (finetune)")
+                "from random weights, with the sizes and data of any --checkpoint; eval: "
+                "evaluate a fine-tuned checkpoint (finetune)")
     mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
     training = mode not in ("knn", "eval")
     option("--checkpoint", metavar="FILE", required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
     if mode == "eval":
-        option("--heads", type=number(int, 1), metavar="N", help="attention heads of a released "
-               "encoder of an unusual size")
+        option("--heads", type=number(int, 1), metavar="N", help="number of attention heads, "
+               "for a released encoder of an unusual size")
     else:
         option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
                help="use this fraction of each class's labels, at least one per class (1)")
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features. mean: "
                "mean of patch tokens; token: class token; extra: mean of extra tokens (MINR's "
                "weight tokens); joined: all extra or, without any, all patch tokens, concatenated "
-               f"(mean); for MINR the default is joined, or extra above {MOST_FEATURES} numbers")
+               f"(mean; for MINR joined, or extra if that gives above {MOST_FEATURES} numbers)")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
@@ -359,11 +359,11 @@ def main(argv=None):
         recipe, low_res = RECIPES[mode]
         add, fraction, positive = (add_recipe(parser, f"recipe of --mode {mode}", recipe, low_res),
                                    number(float, 0, 1), number(float, 0))
-        add("randaug", "magnitude of RandAugment, 0 to 30; 0: none", type=number(int, 0, 30),
+        add("randaug", "magnitude of RandAugment, up to 30; 0: off", type=number(int, 0, 30),
             metavar="N")
         add("erasing", "probability of erasing a rectangle", type=fraction, metavar="X")
-        add("mixup", "alpha of MixUp; 0: none", type=positive, metavar="X")
-        add("cutmix", "alpha of CutMix; 0: none", type=positive, metavar="X")
+        add("mixup", "alpha of MixUp; 0: off", type=positive, metavar="X")
+        add("cutmix", "alpha of CutMix; 0: off", type=positive, metavar="X")
         add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
             "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
         add("smoothing", "label smoothing", type=fraction, metavar="X")
@@ -378,18 +378,18 @@ def main(argv=None):
 
 
 # Paper and release: where they differ, or torchvision differs from both, and what we do
-#   1. The papers' RandAugment (9, 0.5) draws around 9 of 10; torchvision's 27 of 30 does not vary.
-#   2. Random erasing (released code only) fills in noise in the release, the mean colour here.
+#   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. Ours, torchvision's, is always 27 of 30.
+#   2. Only the released code has random erasing. It fills in noise; we fill in the mean colour.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
-#   4. MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens. As in MAE's release,
-#      fine-tuning uses the mean of the patch tokens.
-#   5. So do probe and nearest neighbours, so that all methods are comparable; the released probe
-#      uses the class token (--pool token). For MINR see default_pool.
+#   4. For fine-tuning, MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens, and
+#      MAE's release the mean of the patch tokens. We follow MAE's release.
+#   5. We use the same features in probe and nearest neighbours, to compare methods. The released
+#      probe uses the class token (--pool token). For MINR see default_pool.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none). For ViT-B, the
 #      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4`.
-#   7. For ViT-B, MAE and CrossMAE have 100 epochs; for ViT-L, both have 50. HyperMAE has 50.
-#   8. That i-MAE Table 4's "image mix ratio" weighs each image, and also its label, is our reading.
-#   9. `--mode scratch` keeps Table 9, but decays no layer; MAE's own recipe is Table 11 (A.2).
+#   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50.
+#   8. i-MAE Table 4 does not explain its "image mix ratio". We weigh images and their labels by it.
+#   9. `--mode scratch` uses Table 9 without layer decay. MAE's own recipe is Table 11 (A.2).
 
 if __name__ == "__main__":
     main()
