@@ -436,7 +436,7 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
     refused(main, ["train", "--image", "a.png"], "train takes no --checkpoint and no --image")
     Path("text").write_text("no image")
-    refused(main, ["mae", "--image", "text"], "text")
+    refused(main, ["mae", "--image", "text"], "--image text: give another image file")
     for method, most in (("mae", 1), ("imae", 2)):
         main([method, "--image", *["a.png"] * most])
         refused(main, [method, "--image", *["a.png"] * (most + 1)], f"takes at most {most}")

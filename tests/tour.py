@@ -4,10 +4,10 @@
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
     python -m tests.tour train                         # one training step, including the optimizer
 
-The page, tour_METHOD.html, opens with the method's diagram; its names lead to their lines. Then the
-code, with docstrings and comments on the left and, on the right, shapes and pictures of what each
-line made. A click on a line opens what it calls. Lines are found by tracing the running code, so
-your own method needs nothing in this file. The page needs neither a network nor JavaScript.
+The page, tour_METHOD.html, shows the code that ran: docstrings and comments are on the left, shapes
+and pictures of what each line made on the right. A click on a line with a triangle opens what it
+calls. The five methods' pages open with a diagram, whose names lead to their lines. Lines are found
+by tracing, so your own method needs nothing in this file. No page needs a network or JavaScript.
 """
 
 import argparse
@@ -49,13 +49,10 @@ def statements(path):
     first and last line, and comments {line: text}; `above` has the comments on lines before it.
     `targets` is the code of what it assigns or appends. `only_names`: it returns only names.
     `parts` {line: code} has a list's elements if several of its lines have comments."""
-    comments, alone, table = {}, set(), {}
     with open(path, "rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                comments[token.start[0]] = token.string
-                if token.line.strip() == token.string:
-                    alone.add(token.start[0])
+        tokens = [x for x in tokenize.tokenize(file.readline) if x.type == tokenize.COMMENT]
+    comments, table = {x.start[0]: x.string for x in tokens}, {}
+    alone = {x.start[0] for x in tokens if x.line.strip() == x.string}
 
     def visit(parent, function, definition):
         for node in ast.iter_child_nodes(parent):
@@ -75,9 +72,9 @@ def statements(path):
             start -= 1
         own = {i: comments[i] for i in lines if i in comments and i not in alone}
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        targets = [x for target in targets if target for x in ast.walk(target)]
-        targets = [ast.unparse(x) for x in targets if isinstance(getattr(x, "ctx", 0), ast.Store)
-                   and not isinstance(x, (ast.Tuple, ast.Starred))]
+        targets = [ast.unparse(x) for target in targets if target for x in ast.walk(target)
+                   if isinstance(x, (ast.Name, ast.Attribute, ast.Subscript))
+                   and isinstance(x.ctx, ast.Store)]
         appended = re.match(r"([\w.]+)\.append\(", ast.unparse(node))
         elements = [x for part in ast.walk(node) if isinstance(part, ast.List) for x in part.elts]
         parts = {x.end_lineno: ast.unparse(x) for x in elements if x.end_lineno in own}
@@ -104,10 +101,10 @@ def tensors(value):
 
 def trace(work, paths):
     """Run work() and return the calls of functions in the files `paths`. A call has `function` (its
-    name), `inputs` (its arguments, {name: value}) and `steps`. A step has `statement`, `values`
-    (what it assigned, appended, returned or yielded), `made` (the tensors in each value), `parts`
-    {line: value}, `names` (the variables after it, {name: value}), `calls` (the calls inside it)
-    and `gradients` (their norms, {name: norm}, if it called backward)."""
+    name), `path`, `inputs` (its arguments, {name: value}) and `steps`. A step has `statement`,
+    `values` (what it assigned, appended, returned or yielded), `made` (the tensors in each value),
+    `parts` {line: value}, `names` (the variables after it, {name: value}), `calls` (the calls
+    inside it) and `gradients` (their norms, {name: norm}, if it called backward)."""
     paths, outside = {str(path) for path in paths}, SimpleNamespace(calls=[])
     running = [SimpleNamespace(step=outside)]
 
@@ -115,8 +112,8 @@ def trace(work, paths):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path not in paths or name.startswith("<"):      # [... for ...] is part of its line
             return None
-        call = SimpleNamespace(function=name, inputs=dict(frame.f_locals), steps=[], step=None)
-        table = statements(path)
+        table, inputs = statements(path), dict(frame.f_locals)
+        call = SimpleNamespace(function=name, path=path, inputs=inputs, steps=[], step=None)
         running[-1].step.calls.append(call)
         running.append(call)
 
@@ -249,10 +246,8 @@ def attention(names, encoder):
     q, k, L = names["q"], names["k"], encoder.num_patches
     weights = (q @ k.mT / k.shape[3] ** 0.5).softmax(dim=3)[0].mean((0, 1))    # (n,)
     keep, rest = [names.get(name) for name in ("ids_keep", "ids_mask")]
-    if len(weights) > L:                                   # all patches, in noise or raster order
-        places = torch.arange(L) if rest is None else torch.cat([keep, rest], dim=1)[0]
-    else:
-        places = keep[0]
+    places = torch.arange(L) if rest is None else torch.cat([keep, rest], dim=1)[0]
+    places = places if len(weights) > L else keep[0]       # else only visible patches
     grid = torch.full((L,), torch.nan).index_copy(0, places, weights[1:1 + len(places)])
     shown = heat(grid.nan_to_num(0).view(encoder.grid))
     low, high = (f"{x:.2g}" for x in grid[~grid.isnan()].aminmax())
@@ -359,7 +354,7 @@ def section(call, model, names=None):
     """Return a call as HTML: the function's header and docstring, then its statements as in the
     file, each with its calls below. Calls are open at first, except those in vit.py; of these, the
     ones that make no tensors are left out. `names` {name: value} are the callers' variables."""
-    path, definition = call.steps[0].statement.path, call.steps[0].statement.definition
+    path, definition = call.path, call.steps[0].statement.definition
     table, left = statements(path), definition.col_offset
     source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
     file, doc = escape(Path(path).name), ast.get_docstring(definition)
@@ -407,8 +402,7 @@ def section(call, model, names=None):
             made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
             words = [numbers_of(made), *together]
         called = {c.steps[0].statement.definition: c for step in steps for c in step.calls
-                  if c.steps[0].statement.path != VIT or any(
-                      sum(x.made, []) for inner in flatten([c]) for x in inner.steps)}
+                  if c.path != VIT or any(any(x.made) for y in flatten([c]) for x in y.steps)}
         calls = [*called.values()] if i == s.last else []  # the last of several runs
         if len(steps) > 1 and (made or calls):
             words.append(f"× {len(steps)}")
@@ -422,7 +416,7 @@ def section(call, model, names=None):
                     f"{escape(', '.join(filter(None, words)))}<div>{shown}</div>",
                     "row" if steps else "row off")
         if calls:
-            here = " open" * any(c.steps[0].statement.path != VIT for c in calls)
+            here = " open" * any(c.path != VIT for c in calls)
             inner = "".join(section(c, model, known) for c in calls)
             cells = f"<details{here}><summary>{cells}</summary>{inner}</details>"
         html.append(cells)
@@ -454,13 +448,13 @@ def link(svg, html, file):
 def page(text, about, known, strip, call, model):
     """Return the whole page: the method's diagram, the file's docstring `text`, a line `about` the
     run, the letters' numbers {letter: n}, a strip of captioned images, and a traced call."""
-    file, diagram, lines = Path(call.steps[0].statement.path), "", once(section(call, model))
+    file, diagram, lines = Path(call.path), "", once(section(call, model))
     if file.stem in diagrams.METHODS and file.stem == type(model).__module__:
         diagram, lines = link(diagrams.draw(file.stem), lines, file.name)
     title, _, idea = text.replace("`", "").partition("\n")
     parts = [f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
              f"<p>{escape(part)}</p>" for part in idea.strip("\n").split("\n\n")]
-    files = sorted({inner.steps[0].statement.path for inner in flatten([call])})
+    files = sorted({inner.path for inner in flatten([call])})
     spans = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
@@ -505,7 +499,7 @@ def tour_method(args):
         try:
             images.append(center_crop(read_image(file), (H, W), 1))
         except Exception as error:                         # a broken file can raise anything
-            raise InputError(f"--image {file}: {error}") from None
+            raise InputError(f"--image {file}: give another image file ({error})") from None
     image, *partner = normalize(torch.stack(images), model).split(1)
     inputs = [image, model.encoder.fixed_noise(image)]
     if partner:
@@ -547,7 +541,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("tour", description=__doc__, **LAYOUT)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
-           help=f"{', '.join(METHODS)}, or train")
+           help=f"{', '.join(METHODS)}, or train (which takes only --out)")
     option("--checkpoint", metavar="FILE", help="a checkpoint from train.py (tests/models/METHOD.pt)")
     option("--image", metavar="FILE", nargs="+", default=[],
            help="an image file; for imae also its partner (a truck and a frog of CIFAR-10)")
