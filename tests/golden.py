@@ -53,9 +53,8 @@ def prepare(model, config, state):
     return model.eval()
 
 
-def gradients(model, loss, fixture, released=lambda name: name):
-    """Return {released name: gradient} for the trainable parameters, or for those in `grad_names`;
-    zeros for parameters that the release has but does not use."""
+def gradients(model, loss, released=lambda name: name):
+    """Return {released name: gradient} for the trainable parameters."""
     model.zero_grad()
     loss.backward()
     grads = {released(name.removeprefix("encoder.")): p.grad
@@ -64,10 +63,7 @@ def gradients(model, loss, fixture, released=lambda name: name):
     weight = grads.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
     grads["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
     grads["patch_embed.proj.bias"] = grads.pop("patch_embed.bias")
-    state = fixture["state_dict"]
-    names = fixture.get("grad_names") or [k for k in state if k in grads or "pos_embed" not in k]
-    return {name: grads[name] if name in grads else torch.zeros_like(state[name])
-            for name in names}
+    return grads
 
 
 def in_raster_order(pred, ids_keep, ids_mask):
@@ -85,29 +81,21 @@ def replay_mae(fixture):
         ids_keep, ids_mask, mask = model.encoder.mask(images, noise, model.mask_ratio)
         pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask, mask.shape[1])
         pred = in_raster_order(pred, ids_keep, ids_mask)
-    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
+    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss)}
 
 
 def replay_crossmae(fixture):
-    config, state = dict(fixture["config"]), from_released(fixture["state_dict"])
-    n, maps, options = config["depth"], "last", {}
-    if config["weight_fm"]:
-        maps = range(n) if config["use_fm"] == [-1] else [i % n for i in config["use_fm"]]
-        options = dict(include_input=config["use_input"])
-        config["depth"] = max(maps) + 1                    # later blocks do nothing
-        state = {k: v for k, v in state.items() if not k.startswith("encoder.blocks.")
-                 or int(k.split(".")[2]) < config["depth"]}
-    model = CrossMAE(**vit_args(config), **decoder_args(config), **options, feature_maps=maps,
-                     mask_ratio=config["mask_ratio"], self_attention=config["self_attn"],
+    config = fixture["config"]
+    model = CrossMAE(**vit_args(config), **decoder_args(config), mask_ratio=config["mask_ratio"],
                      prediction_ratio=config["kept_mask_ratio"])
-    prepare(model, config, state)
+    prepare(model, config, from_released(fixture["state_dict"]))
     images, noise = fixture["images"], fixture["noise"]
     loss, _ = model(images, noise)
     with torch.no_grad():                                  # as in training: only these patches
         ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
         ids = ids_mask[:, model.unpredicted:].sort(dim=1).values
         pred = model.decode(model.encode(images, ids_keep), ids)
-    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, fixture)}
+    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss)}
 
 
 HYPERMAE_NAMES = {"feat2w_blocks": "feat2W_blocks", "proj": "linear_proj_pacomlp_dim",
@@ -116,7 +104,6 @@ HYPERMAE_NAMES = {"feat2w_blocks": "feat2W_blocks", "proj": "linear_proj_pacomlp
 
 def replay_hypermae(fixture):
     config = fixture["config"]
-    assert config.get("use_pe", True), "HyperMAE without positional embedding is not implemented"
 
     def released(name):
         first, *rest = name.split(".", 1)
@@ -135,15 +122,12 @@ def replay_hypermae(fixture):
     with torch.no_grad():
         ids_keep, _, _ = model.encoder.mask(images, noise, model.mask_ratio)
         pred = model.decode(grid_coords(model.encoder.grid), model.encode(images, ids_keep))
-    return {"loss": loss.detach(), "pred": pred,
-            "grads": gradients(model, loss, fixture, released)}
+    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, released)}
 
 
 def replay_minr(fixture):
     """Start from the weight tokens: a fixture has no images."""
     config, state = fixture["config"], fixture["state_dict"]
-    for name, value in dict(use_bias=True, normalize_weight=True, activation="relu").items():
-        assert config.get(name, value) == value, f"{name} {config[name]} is not MINR's"
     model = MINR(
         8, 4, config["output_dim"], config["token_dim"], 1, 1, hypernetwork=config["variant"],
         modulated_layers=config["modulated_layer_idxs"], mlp_depth=config["n_layer"],
@@ -175,8 +159,7 @@ def replay_minr(fixture):
         return torch.cat([g, bias[0].grad[None]]) if bias else g
     grads = {name: grad(*parts).view_as(state[name]) for name, parts in ours.items()}
     grads["weight_tokens"] = tokens.grad
-    return {"loss": loss.detach(), "pred": pred.detach(),
-            "grads": {name: grads[name] for name in (fixture.get("grad_names") or grads)}}
+    return {"loss": loss.detach(), "pred": pred.detach(), "grads": grads}
 
 
 def replay_imae(fixture):
@@ -202,8 +185,7 @@ def replay_imae(fixture):
         for z in model.encode(alpha * x1 + (1 - alpha) * x2, ids_keep):
             decoded = model.decode(z, ids_keep, ids_mask, mask.shape[1])
             pred.append(in_raster_order(decoded, ids_keep, ids_mask))
-    return {"loss": loss.detach(), "pred": pred,
-            "grads": gradients(model, loss, fixture, released)}
+    return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, released)}
 
 
 def replay_finetune(fixture):
@@ -213,8 +195,7 @@ def replay_finetune(fixture):
     prepare(model, config, from_released(fixture["state_dict"]))
     logits = model.logits(fixture["images"])
     loss = F.cross_entropy(logits, fixture["labels"])
-    return {"loss": loss.detach(), "pred": logits.detach(),
-            "grads": gradients(model, loss, fixture)}
+    return {"loss": loss.detach(), "pred": logits.detach(), "grads": gradients(model, loss)}
 
 
 REPLAY = {"mae": replay_mae, "crossmae": replay_crossmae, "hypermae": replay_hypermae,

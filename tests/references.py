@@ -95,8 +95,6 @@ def patchify(images, patch_size, slip=""):
     biased="the variance is biased (divided by N). The docstring says unbiased.",
     epsilon="a patch of one colour has variance 0. What does the docstring add to it?",
     outside="1e-6 is added to the standard deviation. It should be added to the variance.",
-    clamped="the variance is clamped to at least 1e-6. Instead, 1e-6 should be added to it.",
-    squared="the patches are divided by the variance. Divide by its square root.",
     image="mean and variance are computed over a whole image. Each patch has its own.")
 def normalize_patches(patches, slip=""):
     result, means, stds = torch.empty_like(patches), [], []
@@ -108,8 +106,6 @@ def normalize_patches(patches, slip=""):
             std = math.sqrt(var + 1e-6)
             if slip in ("epsilon", "outside"):
                 std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
-            elif slip in ("squared", "clamped"):
-                std = var + 1e-6 if slip == "squared" else math.sqrt(max(var, 1e-6))
             row = [(v - mean) / std if std else math.nan for v in patch]
             result[b, i] = torch.tensor(row)
             means.append(mean)
@@ -125,7 +121,6 @@ def normalize_patches(patches, slip=""):
     highest="the patches with the highest noise are visible. Those with the lowest should be.",
     inverted="the mask is inverted. 1 is masked, 0 visible.",
     count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
-    first="all images have the first one's mask. Each has its own noise.",
     raster="the ids are in raster order. They should be sorted by noise.",
     ranks="the ids are the ranks of the patches. They should be the patches, sorted by rank.",
     shuffled="the mask is sorted by noise. Its entry i should be for patch i.")
@@ -134,7 +129,7 @@ def masking(noise, mask_ratio, slip=""):
     K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
     keep, rest, mask = [], [], torch.ones(noise.shape)
     for b in range(len(noise)):
-        row = noise[0 if slip == "first" else b].tolist()
+        row = noise[b].tolist()
         order = sorted(range(L), key=row.__getitem__, reverse=slip == "highest")
         if slip == "raster":
             order = sorted(order[:K]) + sorted(order[K:])
@@ -151,10 +146,8 @@ def masking(noise, mask_ratio, slip=""):
     "vit.sincos_pos_embed", "MAE Appendix A.1", "fixed sine-cosine positions",
     "batch, token, channel", lambda vit: [(12, (2, 3)), (8, (3, 2))],
     rows="the first half of the channels encodes the row. It should encode the column.",
-    cosines="cosines come before sines. The sines should come first.",
     interleaved="sines and cosines alternate. In each half, all sines should come first.",
-    endpoint="the frequencies are wrong. In 10000^(-i/n), i ends at n-1 but is divided by n.",
-    token="the class token has a position. Its row should be zero.")
+    endpoint="the frequencies are wrong. In 10000^(-i/n), i ends at n-1 but is divided by n.")
 def sincos_pos_embed(dim, grid, slip=""):
     (h, w), n, table = grid, dim // 4, [[0.0] * dim]
     for y, x in product(range(h), range(w)):
@@ -162,48 +155,40 @@ def sincos_pos_embed(dim, grid, slip=""):
         for place in (y, x) if slip == "rows" else (x, y):
             angles = [place / 10000 ** (i / (n - (slip == "endpoint"))) for i in range(n)]
             parts = [[math.sin(a) for a in angles], [math.cos(a) for a in angles]]
-            if slip == "cosines":
-                parts.reverse()
-            elif slip == "interleaved":
+            if slip == "interleaved":
                 parts = zip(*parts)
             row += [value for part in parts for value in part]
         table.append(row)
-    if slip == "token":
-        table[0] = table[1]
     return torch.tensor([table])
 
 
-SPLIT = "a reshape alone splits the heads wrongly: (B, N, heads, d) needs a transpose afterwards."
 ATTENTION_SLIPS = dict(
     scale="the scores are not divided by the square root of a head's width.",
-    linear="the scores are divided by a head's width. Divide by its square root.",
     full="the scores are divided by the root of the full width. Take the root of a head's width.",
-    count="the scores are divided by the number of heads. Take the root of a head's width.",
     axis="the softmax is over the queries. The weights of each query should sum to 1.",
     heads="there is only one head, of full width.",
     interleaved="the heads are interleaved. The channels of a head should be neighbours.",
-    split=SPLIT, reshaped=SPLIT,
-    merge="the heads are joined wrongly: each token should get its own part of every head.",
-    proj="the last linear layer, proj, is missing.")
+    split="a reshape alone splits the heads wrongly: (B, N, heads, d) needs a transpose after it.",
+    merge="the heads are joined wrongly: each token should get its own part of every head.")
 
 
 def attend(module, q, k, v, slip):
     """Return the attention of queries (M,E) to keys and values (N,E), head by head: (M,E)."""
     heads, results = 1 if slip == "heads" else module.heads, []
     E, d = q.shape[1], q.shape[1] // heads
-    scale = {"scale": 1, "linear": d, "full": E ** 0.5, "count": heads}.get(slip, d ** 0.5)
+    scale = {"scale": 1, "full": E ** 0.5}.get(slip, d ** 0.5)
     for i in range(heads):
         part = slice(i, E, heads) if slip == "interleaved" else slice(i * d, i * d + d)
         parts = [t[:, part] for t in (q, k, v)]                        # (M, d), (N, d), (N, d)
-        if slip in ("split", "reshaped"):
+        if slip == "split":
             parts = [t.reshape(heads, len(t), d)[i] for t in (q, k, v)]
         weights = (parts[0] @ parts[1].T / scale).exp()                # (M, N)
         weights = weights / weights.sum(0 if slip == "axis" else 1, keepdim=True)
         results.append(weights @ parts[2])                             # (M, d)
     x = torch.cat(results, 1)                                          # (M, E)
-    if slip in ("merge", "reshaped"):
+    if slip == "merge":
         x = torch.stack(results).reshape(q.shape)
-    return x if slip == "proj" else module.proj(x)
+    return module.proj(x)
 
 
 @exercise(
@@ -225,7 +210,6 @@ def attention(self, x, slip=""):
     "image, token, channel", lambda mae: [(build(mae.MAE), torch.randn(2, 3, 8),
                                            *random_inputs()[2:])],
     positions="the positions are left out.",
-    masked="mask tokens have no positions, so they are all the same.",
     places="positions follow the order of the tokens. Each patch has its own, given by its id.",
     shifted="each patch has the position of the one before it. Row 0 is the class token's.",
     raster="tokens are in raster order. They should be sorted by noise, visible ones first.")
@@ -237,7 +221,7 @@ def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
         for place, patch in enumerate(ids):
             token = x[1 + place] if place < K else self.mask_token[0, 0]
             row = {"places": 1 + place, "shifted": patch}.get(slip, 1 + patch)
-            if slip != "positions" and not (slip == "masked" and place >= K):
+            if slip != "positions":
                 token = token + self.decoder_pos_embed[0, row]
             rows[patch if slip == "raster" else place] = token
         results.append(torch.stack([rows[place] for place in sorted(rows)]))
@@ -246,15 +230,11 @@ def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
 
 LOSS_SLIPS = dict(
     all="the loss covers all patches. It should cover only the masked ones.",
-    visible="the loss covers the visible patches. It should cover the masked ones.",
     sum="the loss is a sum. It should be a mean.",
-    values="the errors within a patch are summed. They should be averaged.",
     divided="the sum is divided by the number of all patches. Divide by the number of masked ones.",
-    absolute="the errors are absolute. They should be squared.",
     pixels="norm_pix_loss is ignored or inverted.",
     order="predictions are compared with other patches' pixels. Predictions are sorted by noise.",
     mask="the mask is in raster order, but it is applied to errors sorted by noise.",
-    raster="mask and target are in raster order, but the predictions are sorted by noise.",
     ignored="noise is ignored: a new mask is drawn.",
     exchanged="ids_keep and ids_mask are exchanged: the masked patches are encoded.")
 
@@ -266,17 +246,13 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
     patches = patchify(images, model.encoder.patch_size)
     if model.norm_pix_loss != (slip == "pixels"):
         patches = normalize_patches(patches)[0]
-    part = {"all": slice(None), "visible": slice(0, K)}.get(slip, slice(K, None))
     for b in range(len(ids)):
-        part = ids_mask[b] if slip in ("mask", "raster") else part
-        patch_ids = ids_mask[b] if slip == "raster" else ids[b, part]
-        patch_ids = patch_ids.sort().values if slip == "order" else patch_ids
+        part = {"all": slice(None), "mask": ids_mask[b]}.get(slip, slice(K, None))
+        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
         for prediction, i in zip(pred[b, part], patch_ids):
-            error = prediction - patches[b, i]
-            errors.append(error.abs() if slip == "absolute" else error ** 2)
+            errors.append((prediction - patches[b, i]) ** 2)
     patches = ids.numel() if slip == "divided" else len(errors)
-    return torch.stack(errors).sum() / {"sum": 1, "values": patches}.get(
-        slip, patches * pred.shape[2])
+    return torch.stack(errors).sum() / (1 if slip == "sum" else patches * pred.shape[2])
 
 
 def call_forward(forward, model, images, noise, *more):
@@ -344,8 +320,6 @@ def map_cases(crossmae):
     ["decoder block: image, token, channel"], map_cases,
     shared="all decoder blocks use one row of weights. Each has its own.",
     norms="the mixes are not normalised. Each decoder block has a norm (A.3).",
-    first="all mixes use one norm. Each decoder block has its own.",
-    last="only the last map is used.",
     logits="softmax_weights is ignored: map_weights() applies it.",
     axis="the softmax is over decoder blocks. It should be over the maps.",
     projection="project_maps is ignored.",
@@ -364,7 +338,6 @@ def crossmae_encode(self, images, ids_keep, slip=""):
             if self.map_proj and slip != "projection":
                 f = self.map_proj[i % len(ids) if slip == "early" else j](f)
             t = t + W[0 if slip == "shared" else k, j] * f
-        t, norm = maps[-1] if slip == "last" else t, self.dec_norms[0] if slip == "first" else norm
         results.append(t if slip == "norms" else norm(t))
     return results
 
@@ -389,17 +362,14 @@ def call_features(function, *args):
     sines="sines come before cosines. The cosines should come first.",
     pi="pi is missing.",
     double="the phase is 2 pi f c. The docstring says pi f c.",
-    linear="the frequencies are linearly spaced. They should be geometrically spaced.",
     open="the last frequency should be sigma itself.",
-    mixed="row and column alternate. All frequencies of the row should come first.",
-    column="the column comes before the row. The row should come first.")
+    mixed="row and column alternate. All frequencies of the row should come first.")
 def fourier_features(coords, dim, sigma, slip=""):
     n, rows = dim // 2, []
     for row, column in coords.reshape(-1, 2).tolist():
         phases = []
-        for x, k in product((column, row) if slip == "column" else (row, column), range(n)):
+        for x, k in product((row, column), range(n)):
             f = sigma ** (k / (n if slip == "open" else n - 1))
-            f = 1 + (sigma - 1) * k / (n - 1) if slip == "linear" else f
             phases.append({"pi": 1, "double": 2 * math.pi}.get(slip, math.pi) * f * x)
         if slip == "mixed":
             phases = [phases[half + k] for k in range(n) for half in (0, n)]
@@ -421,10 +391,8 @@ def paco_cases(hypermae):
     "image, coordinate, value", paco_cases,
     around="there is a ReLU next to M. It belongs there only with relu_around_m.",
     ignored="relu_around_m is ignored.",
-    linear="there is no ReLU.",
     final="there is a ReLU after the last layer.",
     bias="out_bias is not added.",
-    constant="0.5 is added. out_bias should be added instead.",
     late="M comes one layer late: modulated_layer counts from 0.",
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
@@ -439,9 +407,9 @@ def paco_mlp(self, coords, M, slip=""):
             else:
                 z = self.paco_mlp[i if i < place else i - 1](z)
             relu = slip == "final" if i == depth - 1 else around or i not in (place - 1, place)
-            if relu and slip != "linear":
+            if relu:
                 z = z * (z > 0)                                        # (P, h)
-        results.append(z + {"bias": 0, "constant": 0.5}.get(slip, self.out_bias))
+        results.append(z if slip == "bias" else z + self.out_bias)
     return torch.stack(results)
 
 
@@ -458,25 +426,20 @@ def modulate_cases(minr):
     ["layer", ("weights: image, input, output", "bias: output")], modulate_cases,
     norm="columns should have norm 1.",
     shared="columns of shared layers should also have norm 1.",
-    rows="rows have norm 1. Columns should, one for each output.",
     early="the predicted columns are normalised. The columns of the product should be.",
     repeat="predicted columns repeat as 0 0 1 1. They should repeat as 0 1 0 1.",
-    tokens="a layer uses another layer's tokens.",
-    factors="predicted columns replace shared ones. The two should be multiplied (item 3).",
-    skipped="the LayerNorm at the start of to_columns is left out.")
+    factors="predicted columns replace shared ones. The two should be multiplied (item 3).")
 def modulate(self, tokens, slip=""):
     def unit(W):                                           # scale columns to norm 1
-        vectors = [v / (v ** 2).sum().sqrt() for v in (W if slip == "rows" else W.T)]
-        return torch.stack(vectors, dim=0 if slip == "rows" else 1)
+        return torch.stack([column / (column ** 2).sum().sqrt() for column in W.T], dim=1)
     layers, start = [], 0
     for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
         if i not in self.tokens_per_layer:
             layers.append((shared if slip in ("norm", "shared") else unit(shared), bias))
             continue
         g, (a, b), images = self.tokens_per_layer[i], shared.shape, []
-        to_columns = self.to_columns[str(i)][slip == "skipped":]
-        for mine in tokens[:, 0 if slip == "tokens" else start:][:, :g]:
-            own = torch.stack([to_columns(token) for token in mine], dim=1)  # (a, g)
+        for mine in tokens[:, start:start + g]:
+            own = torch.stack([self.to_columns[str(i)](token) for token in mine], dim=1)   # (a, g)
             own = unit(own) if slip == "early" else own
             columns = []
             for j in range(b):
@@ -506,17 +469,15 @@ def mix_cases(imae):
     mix_cases,
     weight="alpha is the weight of images, not of partners.",
     roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
-    never="images are always the subordinate ones, even where their weight is larger.",
-    half="at exactly 0.5, images should be the subordinate ones (item 3).",
-    axis="alpha is applied along another axis. It has one weight for each image.")
+    half="at exactly 0.5, images should be the subordinate ones (item 3).")
 def mix_images(self, images, partners, alpha, slip=""):
     weights, mix, small, large = torch.as_tensor(alpha).expand(len(images)), [], [], []
     for x, y, a in zip(images, partners, weights):
-        first = a < 0.5 if slip == "half" else a <= 0.5 or slip == "never"
+        first = a < 0.5 if slip == "half" else a <= 0.5
         first = not first if slip == "roles" else first
         small.append(x if first else y)
         large.append(y if first else x)
-        a = {"weight": 1 - a, "axis": weights}.get(slip, a)
+        a = 1 - a if slip == "weight" else a
         mix.append(a * x + (1 - a) * y)
     return torch.stack(mix), (torch.stack(small), torch.stack(large))
 
@@ -540,12 +501,10 @@ def imae_cases(imae):
     ("loss: ", "metrics"), imae_cases, call_forward,
     mean="the branches' losses are averaged. They should be added (item 4).",
     targets="each branch predicts the other's image.",
-    swapped="branches and images are paired in the wrong order. Both are (subordinate, dominant).",
     mixture="the target is the mixture. Each branch predicts its own image.",
     teacher="the teacher sees the mixture. It should see the unmixed images (item 1).",
     same="both branches share a teacher latent. Each image has its own.",
     weight="distill_weight is ignored.",
-    drawn="alpha is None, but draw_alpha() does not draw it.",
     partners="without partners, each image's partner should be the one before it in the batch.",
     **LOSS_SLIPS)
 def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
@@ -554,9 +513,8 @@ def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
         step = 1 if slip == "partners" else -1
         partners = torch.stack([images[(b + step) % len(images)] for b in range(len(images))])
     if alpha is None:
-        alpha = self.alpha if slip == "drawn" else self.draw_alpha("cpu")
+        alpha = self.draw_alpha("cpu")
     mix, xs = mix_images(self, images, partners, alpha)
-    xs = xs[::-1] if slip == "swapped" else xs
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
     if slip == "exchanged":
         ids_keep, ids_mask = ids_mask, ids_keep
@@ -586,7 +544,6 @@ def rate_cases(train):
     whole="the cosine starts at epoch 0. It should start where the warmup ends.",
     floor="the learning rate should end at min_lr.",
     added="min_lr is added everywhere. The highest learning rate should be lr.",
-    period="the cosine has a whole period, so it ends where it began. It should have half.",
     step="the learning rate should also change within an epoch.",
     constant="the schedule is ignored.")
 def learning_rate(t, args, slip=""):
@@ -596,7 +553,7 @@ def learning_rate(t, args, slip=""):
     if args.schedule == "constant" and slip != "constant":
         return args.lr
     start = 0 if slip == "whole" else args.warmup_epochs
-    half = math.pi * (t - start) / (args.epochs - start) / (1 if slip == "period" else 2)
+    half = math.pi * (t - start) / (args.epochs - start) / 2
     falls, rises = math.cos(half) ** 2, math.sin(half) ** 2
     return falls * args.lr + {"floor": 0, "added": 1}.get(slip, rises) * args.min_lr
 
@@ -625,9 +582,7 @@ def by_parameter(function, model, *args):
     embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
     digit="block numbers from 10 on have two digits. Both count.",
     everything="all parameters decay. Only those with two axes or more should.",
-    biases="biases or norms decay. Only parameters with two axes or more should.",
-    tokens="learned tokens or positions decay. They should not.",
-    frozen="parameters that are not trained are in the groups.")
+    tokens="learned tokens or positions decay. They should not.")
 def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
     groups, encoder = [], model.encoder
     tokens = [encoder.cls_token, encoder.pos_embed]
@@ -642,10 +597,10 @@ def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
         if slip == "digit" and 10 < i < len(layers) - 1:   # block 10 is read as block 1
             steps = len(layers) - 2 - (i - 1) // 10
         for p in layer:
-            decays = p.ndim > 1 or slip in ("biases", "everything")
+            decays = p.ndim > 1 or slip == "everything"
             if any(p is token for token in tokens):
                 decays = slip in ("tokens", "everything")
-            if p.requires_grad or slip == "frozen":
+            if p.requires_grad:
                 groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
                                    lr_factor=math.prod([layer_decay] * steps)))
     return groups

@@ -54,7 +54,7 @@ f = torch.tensor(f).double()
 phases = torch.cat([coords[..., :1].double() * f, coords[..., 1:].double() * f], dim=-1)
 phases = math.pi * phases
 return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)""", [
-        ("math.pi * phases", "(math.pi * phases).to(coords.dtype)", "feature"),
+        ("math.pi * phases", "(math.pi * phases).to(coords.dtype)", "0, feature 2: expected"),
         (".double()", ".float()", "")]),
     "mae.MAE.add_mask_tokens": ("""
 ids = torch.cat([torch.zeros(len(latent), 1).long(), ids_keep + 1, ids_mask + 1], dim=1)
