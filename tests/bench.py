@@ -39,7 +39,6 @@ PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
 OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
-SIZE = ("dim", "depth", "heads")
 
 
 def count_flops(function):
@@ -91,7 +90,7 @@ class Case:
         add_own(parser)
         add_method_arguments(parser, cls)
         given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
-        sizes = {k: getattr(args, k) or v for k, v in SIZES[args.size].items()}
+        sizes = SIZES[args.size]
         own = {k: given.pop(k, getattr(args, k)) for k in OWN}
         if train.is_low_res({"img_size": img_size, **sizes}):
             given = {**cls.low_res_config, **given}
@@ -186,8 +185,6 @@ def main(argv=None):
     option, count = parser.add_argument, number(int, 1)
     option("--method", nargs="+", help="(all)")
     option("--size", choices=SIZES, default="base")
-    for part in SIZE:
-        option(f"--{part}", type=count, help=f"{part} of the encoder (from --size)")
     option("--img_size", nargs="+", type=size_in_pixels, default=[(224, 224)],
            help="a side or H,W (224)")
     option("--patch_size", type=size_in_pixels, help="a side or H,W (16)")

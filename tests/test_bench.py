@@ -6,9 +6,9 @@ import torch
 
 from tests import bench
 from train import METHODS, as_table
-from vit import ViT
+from vit import SIZES, ViT
 
-TINY = "--size tiny --dim 32 --depth 1 --heads 2 --img_size 32 --patch_size 8".split()
+MICRO = "--size micro --img_size 32 --patch_size 8".split()
 
 
 def giga_macs(function, *args):
@@ -18,10 +18,10 @@ def giga_macs(function, *args):
 
 
 def test_a_row_for_every_method(capsys):
-    rows = bench.main([*TINY, "--batch_size", "2", "--warmup", "0", "--steps", "2"])
+    rows = bench.main([*MICRO, "--batch_size", "2", "--warmup", "0", "--steps", "2"])
     assert [row["method"] for row in rows] == [*METHODS]
     assert as_table(rows) in capsys.readouterr().out
-    minr = METHODS["minr"](32, 8, 3, 32, 1, 2, **METHODS["minr"].low_res_config)
+    minr = METHODS["minr"](32, 8, 3, **SIZES["micro"], **METHODS["minr"].low_res_config)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
 

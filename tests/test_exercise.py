@@ -25,16 +25,6 @@ return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""
         ("return", "result =", "expected shape (2, 6, 12), yours NoneType"),
         ("squares =", "images.add_(1)\nsquares =", "its argument images in place"),
         ("squares =", "images = images.double()\nsquares =", "yours torch.float64")]),
-    "train.learning_rate": ("""
-warmup, last = args.warmup_epochs, args.epochs
-if warmup and t < warmup:
-    return t * (args.lr / warmup)
-if args.schedule == "constant":
-    return args.lr
-middle, half = (args.lr + args.min_lr) / 2, (args.lr - args.min_lr) / 2
-return middle + half * math.cos(math.pi * (t - warmup) / (last - warmup))""", [
-        ("warmup and t < warmup", "t <= warmup", "ZeroDivisionError"),
-        ("warmup and t < warmup", "t < warmup", "")]),
     "vit.masking": ("""
 K = visible_count(noise.shape[1], mask_ratio)
 order = noise.argsort(dim=1)

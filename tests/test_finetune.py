@@ -1,5 +1,6 @@
 """Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,20 +151,17 @@ def test_smoothing_and_probabilities():
     assert all(torch.allclose(model(images, x)[0], wanted, atol=1e-6) for x in (labels, hard))
 
 
-def test_layer_decay_and_weight_decay(tune):
-    """What a step changes, compared with one without layer decay; what weight decay adds to it."""
-    words = ["--optimizer", "sgd", "--lr", "0.1", "--batch_size", "40", "--warmup_epochs", "0"]
-    words += ["--weight_decay", "0", "--epochs", "1", "--layer_decay", "1"]
-    start, equal, scaled, decayed = (
-        tune(*words, *more.split(), name=f"x{more}")[0]["model"] for more in (
-            "--epochs 0", "--seed 0", "--layer_decay .5", "--layer_decay .5 --weight_decay 1"))
-    for name, p in start.items():
-        block = name.startswith("encoder.blocks") and int(name.split(".")[2])
-        scale = 0.5 ** (2 - block if "blocks" in name else 3 if "encoder" in name else 0)
-        decay = 0.1 * scale * (p.ndim > 1 and name.endswith("weight"))    # no token, no position
-        assert torch.allclose(scaled[name] - p, scale * (equal[name] - p), atol=1e-6), name
-        assert torch.allclose(scaled[name] - decayed[name], decay * p, atol=1e-6), name
-        assert (equal[name] != p).any(), name
+def test_each_layer_has_its_learning_rate(tune, spy):
+    """It is scaled in each step. Which parameters have which: tests/references.py."""
+    steps = spy(torch.optim.AdamW, "step", lambda optimizer: [
+        (g["lr"], g["lr_factor"], g["weight_decay"]) for g in optimizer.param_groups])
+    tune("--lr", "0.1", "--layer_decay", "0.5", "--weight_decay", "0.3", "--warmup_epochs", "0")
+    for i, groups in enumerate(steps):
+        assert {factor for _, factor, _ in groups} == {1, 0.5, 0.25, 0.125}
+        assert {decay for *_, decay in groups} == {0, 0.3}
+        wanted = 0.1 * math.cos(math.pi / 2 * i / 10) ** 2
+        assert all(lr == pytest.approx(wanted * factor) for lr, factor, _ in groups)
+    assert len(steps) == 10
 
 
 def test_groups_do_not_depend_on_weight_decay():

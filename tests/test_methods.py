@@ -54,7 +54,7 @@ OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
     "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
              dict(alpha=0.3), dict(teacher=TEACHER), dict(teacher=TEACHER, distill_weight=0.5)],
 }
-SHARED = [{}, dict(mask_ratio=0.8), dict(in_chans=5, patch_size=(4, 8))]
+SHARED = [{}, dict(mask_ratio=0.95), dict(in_chans=5, patch_size=(4, 8))]     # 1 of 24 is visible
 LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
           "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
 for name, cls in METHODS.items():
@@ -119,7 +119,7 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
         "metrics are 0-dim and detached")
     assert metrics["loss"] == loss
     dead = [n for n, p in model.named_parameters() if p.requires_grad and (
-        p.grad is None or not p.grad.any())]
+        p.grad is None or not p.grad.any() or not p.grad.isfinite().all())]
     assert dead == []
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     assert all(n.startswith("teacher.") or n.endswith("pos_embed") for n in frozen), frozen
@@ -183,8 +183,6 @@ def test_noise_and_masks(name):
         call(images, wrong)
     assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
     assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
-    with pytest.raises(InputError, match="mask_ratio 0.0 must be above 0 and below 1"):
-        model.reconstruct(images, mask_ratio=0.0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -22,8 +22,6 @@ def test_render_is_the_reconstruction(kind):
     assert torch.equal(other, model.reconstruct(images, noise, 0.5)[0])
     assert model.render(images, (5, 9), mask_ratio=0.5).shape == (3, 3, 5, 9)
     assert model.render(images, 70, noise).isfinite().all()            # more than 4,096 pixels
-    with pytest.raises(ValueError, match="2.5 is not a size in pixels"):
-        model.render(images, 2.5)
 
 
 @pytest.mark.parametrize("visible_only", [False, True])
