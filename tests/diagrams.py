@@ -164,7 +164,7 @@ def crossmae(d):
         d.tokens(490, "m", y)
         d.flow(y, (502, 534), (546, 549), (564, 638))
     d.loss("masked patches,|all or some", "(B,P,p*p*C)", "some")
-    d.say((350, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
+    d.say((344, 85, "for each decoder block, a learned mix|of the input and all blocks' outputs"),
           (46, "|`images|`(B,C,H,W)"), (200, -17, "`maps (n,B,1+K,D)"), (300, 35, "`map_weights"),
           (369, 35, "`dec_norms"), (369, 68, "`(B,1+K,D)"), (463, "`mask_token|`(B,P,E)"),
           (590, 2, "linear"), (596, 35, "`decoder_pred"),
@@ -242,7 +242,7 @@ def legend(d, kinds, size):
     x, y = 12, 18
     for kind in kinds:
         width = 36 + round(.52 * size * len(KEY[kind]))
-        if x + width > 845:
+        if x + width > 835:
             x, y = 12, y + 24
         if len(kind) == 1:
             d.tokens(x, kind, y)
