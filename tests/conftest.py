@@ -190,10 +190,4 @@ def same(a, b, **tolerance):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: left out unless asked for with -m slow")
     config.addinivalue_line("filterwarnings", "ignore:The image decoding:DeprecationWarning")
-
-
-def pytest_collection_modifyitems(config, items):
-    if "slow" not in config.getoption("-m"):
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]

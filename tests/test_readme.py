@@ -42,23 +42,34 @@ def test_python(pretrain, folder, monkeypatch):
 
 def test_forks(pretrain, monkeypatch):
     """Both examples train, and are evaluated, by the commands; the first has MAE's flags, and mixes
-    the maps by its weights."""
+    the maps by its weights. A method may have flags and metrics of its own, and a bool mask."""
     names = {"__name__": "interblock", "vit": vit}
     exec(INTER_BLOCK, names)
     exec(SIMMIM, names)
 
     class SimMIM(train.MAE):
-        low_res_recipe, low_res_config, forward = {}, {}, names["forward"]
+        low_res_recipe, low_res_config = {}, {}
 
-        def __init__(self, *, mask_ratio=0.5, **sizes):
+        def __init__(self, *, mask_ratio=0.5, own_flag=1, **sizes):
             super().__init__(**sizes, mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2)
             self.head = torch.nn.Linear(16, 48)
+
+        def forward(self, *inputs):
+            loss, metrics = names["forward"](self, *inputs)
+            return loss, {**metrics, "twice": 2 * loss.detach()}
+
+        def reconstruct(self, *inputs):
+            decoded, mask = super().reconstruct(*inputs)
+            return decoded, mask.bool()
     cls = names["InterBlockMAE"]
     monkeypatch.setitem(train.METHODS, "simmim", SimMIM)
     monkeypatch.setitem(train.METHODS, "interblock", cls)
-    for name, own in (("simmim", []), ("interblock", DECODER)):
+    for name, own in (("simmim", ["--own_flag", "2"]), ("interblock", DECODER)):
         assert pretrain("--method", name, name=name, own=own)["history"][-1]["loss"] > 0
         assert train.main(["--eval", f"runs/{name}", "--mask_ratios", "0.75"])
+    run = train.read_checkpoint("runs/simmim")
+    row = run["history"][-1]
+    assert run["config"]["own_flag"] == 2 and row["twice"] == pytest.approx(2 * row["loss"])
     assert train.method_arguments(cls) == train.method_arguments(train.MAE)
     model, images = cls(16, 4, dim=16, depth=2, heads=2), torch.randn(2, 3, 16, 16)
     ids = torch.tensor([[3, 1], [0, 2]])                               # (B, K)

@@ -696,8 +696,8 @@ def eager(*words):
 
 
 @pytest.mark.parametrize("processes, method, more", [
-    (3, "mae", []), *((2, name, []) for name in train.METHODS if name != "mae"),
-    *(pytest.param(2, name, ["--compile"], marks=pytest.mark.slow) for name in train.METHODS)])
+    (3, "mae", []), *((2, name, []) for name in train.METHODS if name not in ("mae", "imae")),
+    (2, "imae", ["--compile"])])                           # without it: test_imae.py
 def test_several_processes_are_one(pretrain, folder, processes, method, more):
     """They have the same weights after all steps: the same images, crops and masks, divided. SGD,
     because Adam turns rounding errors into full steps where a gradient is zero, e.g. of a key's
@@ -848,35 +848,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, mo
     assert calls == [(name, path.stat().st_size) for name in ("fsync", "replace")]
 
 
-# -------------------------------------------------------------------------------- one's own methods
-def test_a_method_of_your_own(pretrain, monkeypatch):
-    """It may have metrics and flags of its own, and return a bool mask."""
-    class Own(MAE):
-        """
-        own_flag: a number that does nothing
-        """
-        low_res_recipe, low_res_config = dict(lr=2e-3), {}
-
-        def __init__(self, *, mask_ratio=0.75, own_flag=1, **sizes):
-            super().__init__(mask_ratio=mask_ratio, decoder_dim=16, decoder_heads=2, **sizes)
-
-        def forward(self, *inputs):
-            loss, metrics = super().forward(*inputs)
-            return loss, {**metrics, "twice": 2 * loss.detach()}
-
-        def reconstruct(self, *inputs):
-            decoded, mask = super().reconstruct(*inputs)
-            return decoded, mask.bool()
-    monkeypatch.setitem(train.METHODS, "own", Own)
-    content = pretrain("--method", "own", "--own_flag", "2", name="own", own=[])
-    (row, *_) = log("own")
-    assert row["twice"] == pytest.approx(2 * row["loss"]) and content["config"]["own_flag"] == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(Own, "reconstruct", MAE.reconstruct)             # its mask is of floats
-        again = pretrain("--method", "own", name="again", own=[])["history"][-1]
-    assert again["psnr_masked"] == content["history"][-1]["psnr_masked"]
-
-
+# ------------------------------------------------------------------------------------- evaluation
 @pytest.mark.parametrize("name, error", [("forward", TypeError), ("reconstruct", ValueError)])
 def test_a_bug_has_its_traceback(pretrain, monkeypatch, name, error):
     """In training and in validation a bug keeps it; only invalid input is one line."""
