@@ -242,7 +242,7 @@ def legend(d, kinds, size):
     x, y = 12, 18
     for kind in kinds:
         width = 36 + round(.52 * size * len(KEY[kind]))
-        if x + width > 835:
+        if x + width > 843:
             x, y = 12, y + 24
         if len(kind) == 1:
             d.tokens(x, kind, y)
