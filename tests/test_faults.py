@@ -35,7 +35,6 @@ train | --epochs 1 --warmup_epochs 2           | --warmup_epochs 2.0 exceeds --e
 train | --batch_size 41                        | --batch_size 41 exceeds the 40 training images
 train | --accum 3                              | --batch_size 8 is not divisible by ; --accum 3
 train | --decoder_depth 0                      | --decoder_depth: 0 must be finite and at least 1
-train | --method hypermae --hidden_dim 0       | --hidden_dim: 0 must be finite and at least 1
 train | --mask_ratio 0.99                      | mask_ratio 0.99 leaves 0 of 16
 train | --lr nan                               | --lr ; nan must be finite and at least 0
 train | --blr inf                              | --blr: inf must be finite and at least 0

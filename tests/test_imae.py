@@ -79,6 +79,8 @@ def test_unmix():
     assert not torch.allclose(decoded[0] * (1 - masked), x * (1 - masked))
     others = model.unmix(x + masked, y - 2 * masked, 0.3, noise)[0]
     assert torch.equal(torch.stack(decoded), torch.stack(others))
+    unmixed = model.unmix(x, y, 1.0, noise)[0]             # what reconstruct gives
+    assert torch.equal(unmixed[1], model.reconstruct(x, noise)[0])
 
 
 def test_leak_free_images_know_only_the_mixture():

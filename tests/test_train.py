@@ -619,6 +619,7 @@ def test_help(main, words, dry, capsys):
         return
     large, low_res = dry(main, f"{words} --size tiny", 224), dry(main, words, 32)
     cls = train.METHODS.get(words.split()[1], finetune.Classifier)
+    assert {*getattr(cls, "low_res_recipe", ())} <= {*getattr(cls, "recipe", ()), *train.SHARED}
     for name in {**getattr(cls, "recipe", finetune.FINETUNE), **train.method_arguments(cls)}:
         if large.get(name) is not None and name not in ("lr", "schedule"):  # no flag for it
             values = [str(x[name]).strip("()").replace(" ", "") for x in (large, low_res)]
