@@ -515,20 +515,16 @@ def test_clipping(pretrain, words):
 
 
 @pytest.mark.parametrize("same_draws", [True, False])
-def test_random_numbers_of_pieces_and_processes(same_draws):
+def test_random_numbers_of_pieces_and_processes(same_draws, spy):
     """In pretraining all are the same, from the seed of the step; otherwise each draws its own."""
-    draws, weight = [], torch.zeros(1, requires_grad=True)
-
-    def net(x):
-        draws.append(torch.rand(1).item())
-        return weight.sum(), {}
+    seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
     for seed in (5, 10):
         for rank in range(2):
-            torch.manual_seed(rank)
             args = settings(accum=2, clip_grad=0, rank=rank, same_draws=same_draws)
-            train.train_step(net, optimizer, scaler, [torch.zeros(4)], seed, args)
-    assert len(draws) == 8 and len({*draws}) == (2 if same_draws else 8)
+            train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)],
+                             seed, args)
+    assert len(seeds) == 8 and len({*seeds}) == (2 if same_draws else 8)
 
 
 def test_weight_decay_is_not_of_biases_and_norms(pretrain):
@@ -838,13 +834,12 @@ def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
             assert torch.equal(tuned["model"][name], value), name
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, spy):
     """Otherwise a power failure could leave neither."""
     calls, path = [], tmp_path / "last.pt"
     for name in ("fsync", "replace"):
-        function = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *inputs, name=name, function=function: (
-            calls.append((name, (tmp_path / "last.pt.tmp").stat().st_size)), function(*inputs)))
+        spy(os, name, lambda *_, name=name: calls.append(
+            (name, (tmp_path / "last.pt.tmp").stat().st_size)))
     train.save(path, {"x": torch.zeros(9)})
     assert calls == [(name, path.stat().st_size) for name in ("fsync", "replace")]
 
