@@ -423,8 +423,8 @@ def to_released(model):
 def sizes_of(state, path, heads=None):
     """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
     names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
-    heads: it is `heads`, or that of the entry of SIZES with this width and depth. Raises InputError
-    if the state dict is not from a ViT."""
+    heads: it is `heads`, or is taken from the entry of SIZES with this width and depth. Raises
+    InputError if the state dict is not from a ViT."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape

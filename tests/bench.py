@@ -179,7 +179,7 @@ def measure(cases, steps, warmup):
 
 
 def main(argv=None):
-    """Measure what the words `argv` ask for, print it, and return the rows."""
+    """Run `python -m tests.bench` with the arguments `argv`: print the rows and return them."""
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option, count = parser.add_argument, number(int, 1)

@@ -39,7 +39,7 @@ PRETRAINED = {  # encoder: --method and more flags of train.py; "untrained" gets
     "crossmae_25_long": ("crossmae", THIRD), "hypermae": ("hypermae", {}), "ginr": ("minr", {}),
     "imae": ("imae", TEACHER), "imae_alone": ("imae", {**TEACHER, "distill_weight": 0})}
 LONGER = {"crossmae_25_long": 1.6}     # factor of --epochs: MAE's multiply-adds on ViT-micro
-SOURCES = {  # encoder: flags of finetune.py, if they are not --checkpoint and that encoder's file
+SOURCES = {  # encoder: finetune.py's flags instead of --checkpoint with that encoder's file
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
     "scratch": "--mode scratch --size {size}"}
@@ -47,7 +47,7 @@ TUNED = {  # column: flags of finetune.py
     "linear": "--mode linear --epochs 6", "1%": "--labels 0.01 --batch_size 24 --epochs 18",
     "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
-PRINTED = re.compile(  # what the tables need of the numbers that --eval prints
+PRINTED = re.compile(  # the numbers from --eval that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
     r"block sum (visible|masked)|alpha 0\.(200|400|450) (branch|control) subordinate")
 
@@ -279,8 +279,8 @@ def scale(values, start, stop):
 
 
 def panel(title, x_name, y_name, series, joined=False, shift=0):
-    """Return a panel as SVG, with a dot for each point of each series (class, label, points), and
-    a line that joins them or a large dot at their mean."""
+    """Return a panel as SVG. Each series (class, label, points) has a dot for each point and, if
+    joined, a line through them; otherwise, a large dot at their mean."""
     def text(x, y, words, anchor="middle", more=""):
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{words}</text>'
 

@@ -27,10 +27,10 @@ def test_a_row_for_every_method(capsys):
 
 
 def test_cost_at_vit_b(monkeypatch):
-    """HyperMAE's Table 1 has 9.78 G for MAE and 6.42 for HyperMAE. This includes what their
-    releases compute in vain: they embed masked patches, and apply heads to all tokens. CrossMAE's
-    decoder is up to 3.7 times cheaper than MAE's (Appendix C); we count that at prediction ratio
-    0.15."""
+    """HyperMAE's Table 1 has 9.78 G for MAE and 6.42 for HyperMAE. This includes what
+    their releases need not compute: they embed masked patches, and apply heads to all tokens.
+    CrossMAE's decoder is up to 3.7 times cheaper than MAE's (Appendix C): that is our count at
+    prediction ratio 0.15."""
     def build(name, **options):                            # values do not matter here
         return METHODS[name](**options).to("meta")
     for name in ("xavier_uniform_", "kaiming_uniform_"):

@@ -38,7 +38,7 @@ def expand(words):
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_cited_exists(file):
-    """So does each "item" of the list at a file's end."""
+    """Each cited table, section or "item" exists."""
     text, cited, wrong = (ROOT / file).read_text(encoding="utf-8"), 0, []
     for piece in re.split(r"\n(?=## |\| )|(?<=\|)\n", text):
         begin = re.match(r"(?:## |\| )([\w-]+)", piece)

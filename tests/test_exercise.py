@@ -109,7 +109,7 @@ return groups""", [
 
 
 def solve(monkeypatch, name, body):
-    """Make `body` that of the function `name`, with what its module has imported, and math."""
+    """Give the function `name` this body. It can use what its module has imported, and math."""
     owner, last = find(name)
     head = f"def {last}{inspect.signature(getattr(owner, last))}:"
     known = {**vars(sys.modules[name.split(".")[0]]), "math": math}
@@ -175,7 +175,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     taken = 'raise NotImplementedError("exercise: mae.MAE.forward")'
     path.write_text(after.replace(taken, f"x = 1\n        {taken}"), encoding="utf-8")
     refused(main, ["mae.MAE.forward"], "git stash push mae.py keeps your version")
-    assert main(["mae.MAE.add_mask_tokens"]) == 0          # another one, which git has
+    assert main(["mae.MAE.add_mask_tokens"]) == 0          # git can restore this one
     assert "x = 1\n" in path.read_text(encoding="utf-8")
     repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert path.read_bytes() == before

@@ -257,7 +257,7 @@ def killed(owner, name, call, *words):
     def instead(*inputs, **more):
         calls.append(1)
         return (die if len(calls) == call else function)(*inputs, **more)
-    setattr(owner, name, instead)                          # of this process alone
+    setattr(owner, name, instead)                          # only in this process
     script("train.py", *words)
 
 

@@ -67,7 +67,7 @@ def test_export(pool, extra, onnx, tmp_path):
 
 
 def test_extra_tokens_travel(pretrain, folder, capsys):
-    """From a MINR to a classifier and to other models; also from an encoder alone."""
+    """From a MINR to a classifier and to other models; also from only an encoder."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
     minr, words = pretrain(*own, name="minr", own=[]), [*TINY[8:], "--data", str(folder)]
     state, tokens = minr["model"], minr["model"]["encoder.extra_tokens"]
@@ -165,7 +165,7 @@ def test_each_layer_has_its_learning_rate(tune, spy):
 
 
 def test_groups_do_not_depend_on_weight_decay():
-    """A resumed run may have another weight decay; it matches its moments by this order."""
+    """A resumed run may change weight decay. Adam's moments are matched to parameters by order."""
     model = classifier()
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))

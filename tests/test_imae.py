@@ -22,7 +22,7 @@ def pair_and_noise(B=3):
 
 
 def test_partners_of_another_batch():
-    """They would be broadcast. Mixtures are checked by tests/references.py."""
+    """They would be broadcast unseen. tests/references.py checks mixtures."""
     x, y, _ = pair_and_noise()
     with pytest.raises(ValueError, match="^partners are .*, but images "):
         build("imae").mix_images(x, y[:1], 0.3)
@@ -160,7 +160,7 @@ def test_latents_of_many_images():
 
 
 def test_figure():
-    """One row per alpha: mixture, masked, prediction, that with visible patches, two targets."""
+    """Each alpha has a row: mixture, masked, prediction, with visible patches, two targets."""
     model, (images, _) = build("imae"), images_and_noise()
     _, rows = model.figures(images[:2])["unmix"]
     assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
@@ -211,8 +211,8 @@ def test_random_partners_are_any_other_image():
 
 
 def test_classes_without_partners():
-    """A fraction above 0 needs two images in each class, one below 1 two classes; both need
-    labels."""
+    """A fraction above 0 needs two images in each class. One below 1 needs two classes. Both
+    need labels."""
     two, few, one = labels_of(9, 2), labels_of(9, 1), labels_of(9)
     for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0), (one, "a", 1)):
         check_same_class(labels, classes, r)

@@ -82,7 +82,7 @@ def inputs_of(model):
 
 
 def loss_of(model, images, noise):
-    """Return the loss as a function of these alone: pairs get a fixed partner and weight."""
+    """Return the loss as a function of only these: pairs get a fixed partner and weight."""
     pairs = (images.roll(1, 0), 0.3) if hasattr(model, "pairs") else ()
     return model(images, noise, *pairs)[0]
 
@@ -360,7 +360,7 @@ def test_impossible_options(name, options):
 
 
 def flags(options):
-    """Return options as words of a command line."""
+    """Return options as command-line arguments."""
     return [word for k, v in options.items() for word in (f"--{k}", str(v))]
 
 

@@ -92,7 +92,7 @@ def test_the_first_page_shows_what_is_there():
         assert int(n) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1)
 
 
-def test_a_method_needs_its_file_and_vit_alone():
+def test_a_method_needs_only_its_file_and_vit():
     """A method imports only vit.py from this project; vit.py imports nothing from it."""
     own = {*OWN, "tests"}
     for name in OWN[:6]:

@@ -68,7 +68,7 @@ def test_the_commands():
 
 
 def test_every_cell():
-    """Means, deviations, differences and marks of the first two tables of each encoder."""
+    """Means, standard deviations, differences and marks of the first two tables of each encoder."""
     shown = [(table, CODES[name], *pair) for table, rows in ROWS.items() for name, cells in rows if
              name in CODES for pair in zip(["PSNR", *results.TOP1], cells.split(" | ")) if pair[1]]
     for table, code, column, cell in shown:

@@ -367,8 +367,8 @@ def test_pictures():
 
 
 def test_comments_and_what_a_line_made():
-    """A comment's shapes are apart from its words. A line that ran often shows the last tensor of
-    each shape, and images without a name in the caller are drawn: MINR's masked ones."""
+    """A comment's shapes are split from its words. A line that ran several times shows the last
+    tensor of each shape. Images without a name in the caller are drawn, e.g. MINR's masked ones."""
     for comment in ("(N, b_i), then (B, N, b_i)", "(..., dim)", "scalar", "(C, 1) or (B, C, 1)"):
         assert tour.split_comment(f"# {comment} item 1") == (comment, "item 1")
     assert tour.split_comment("# by its mean (Sec. 3)") == ("", "by its mean (Sec. 3)")
@@ -416,7 +416,7 @@ def test_own_method(tmp_path, monkeypatch):
 
 
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
-    """A checkpoint and an image file are what is shown; wrong words end in one line."""
+    """The page shows the given checkpoint and image. Invalid input ends in one line."""
     monkeypatch.chdir(tmp_path)
     config = dict(SIZES, **DECODER)
     Path("runs/new").mkdir(parents=True)

@@ -47,7 +47,7 @@ def test_shapes(monkeypatch):
     part, val, size = train.open_data("shapes", None, settings())
     assert size == (32, 32) and len(part.labels) == 10_000 and len(val.labels) == 1_000
     monkeypatch.setattr(train, "SHAPES", {"nothing": (0, 1, 40), "disc": (0, 1, 2)})
-    images, labels = train.draw_shapes(40, (24, 32), 3)    # of "nothing" the background alone
+    images, labels = train.draw_shapes(40, (24, 32), 3)    # "nothing": only a background
     assert torch.equal(images.float().std((2, 3)).mean(1) > 30, labels == 1)
     assert not torch.equal(part.images[:1000], val.images) and len(part.classes) > 4
 
@@ -284,7 +284,7 @@ def test_decoders(tmp_path):
 
 
 class Cifar:
-    """Stands for torchvision's. A download fails while another one goes on in the same folder."""
+    """Replaces torchvision's class. A download fails while another one uses the same folder."""
     classes = ["a", "b"]
 
     def __init__(self, root, train=True, download=False):
@@ -471,7 +471,7 @@ def test_speed(pretrain, monkeypatch, capsys):
     _, row = pretrain("--epochs", "2")["history"]          # 40 images in 5 steps
     assert row["img_s"] == round(40 / row["train_s"], 1)
     assert row["wait"] == round(5 / row["train_s"], 3)
-    assert row["between_s"] == 3                           # of which the evaluation takes one
+    assert row["between_s"] == 3                           # the evaluation takes 1 of them
     assert f"between epochs {3 / (3 + row['train_s']):.1%}" in capsys.readouterr().out
 
 
@@ -688,7 +688,7 @@ def test_evaluating_now_and_then(pretrain, monkeypatch):
 
 
 def eager(*words):
-    torch.compile = partial(torch.compile, backend="aot_eager")        # of this process alone
+    torch.compile = partial(torch.compile, backend="aot_eager")        # only in this process
     script(*words)
 
 
@@ -722,7 +722,7 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
     first = pretrain("--resume")                           # nothing to resume: a new run
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         with open("runs/mae/log.jsonl", "a") as file:
-            file.write('{"epoch": 3}')                     # of an epoch that last.pt does not hold
+            file.write('{"epoch": 3}')                     # newer than last.pt: dropped
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and len(again["history"]) == len(log()) == 2
     capsys.readouterr()
@@ -809,8 +809,8 @@ def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
 
 @pytest.mark.parametrize("method", train.METHODS)
 def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
-    """It saves method, config and weights alone. load, --eval, --init and finetune.py find the
-    weights, and how images are normalised. A folder stands for its last.pt."""
+    """It saves only method, config and weights. load, --eval, --init and finetune.py find the
+    weights, and how images are normalised. A folder can replace its last.pt."""
     words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
              *flags(BASE[method])]
     if method == "imae":
@@ -877,8 +877,8 @@ def test_validation_is_as_training(pretrain, tune, spy):
 
 @pytest.mark.parametrize("method", train.METHODS)
 def test_psnr_by_hand(pretrain, folder, spy, method):
-    """PSNR and recon.png show what reconstruct returns for the run's noise. That depends on the
-    image alone, not on the seed or the number of images."""
+    """PSNR and recon.png show what reconstruct returns for the run's noise. That depends only
+    on the image, not on the seed or the number of images."""
     seen = spy(train.METHODS[method], "reconstruct", lambda self, *inputs: inputs[:2])
     drawn = spy(train, "save_picture", lambda columns, path: columns)
     words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]

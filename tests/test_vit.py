@@ -203,7 +203,7 @@ def test_another_decoder_is_not_loaded(lost, added, state):
 
 
 def test_transfer_of_norm_and_extra_tokens(state):
-    """The only parts of an encoder that may be on one side alone; a teacher is on neither."""
+    """Only these parts of an encoder may be missing on one side. A teacher is on neither side."""
     one, other = nn.Module(), nn.Module()
     one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
                                   for norm, extra in ((False, 2), (True, 0)))

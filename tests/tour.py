@@ -537,7 +537,7 @@ def tour_train(args):
 
 
 def main(argv=None):
-    """Run `python -m tests.tour` with the words `argv`."""
+    """Run `python -m tests.tour` with the arguments `argv`."""
     parser = argparse.ArgumentParser("tour", description=__doc__, **LAYOUT)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
