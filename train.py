@@ -8,7 +8,8 @@ Each step is seeded from (seed, epoch, step). Each process draws random numbers 
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
 (seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS; tests/REFERENCE.md lists what it must provide ("Forks").
+A method is a class like those in METHODS. The section "Forks" of tests/REFERENCE.md lists what it
+must provide.
 """
 
 import argparse
@@ -24,7 +25,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from glob import glob
-from io import BytesIO
 from itertools import chain, islice, tee
 from pathlib import Path
 from time import perf_counter, sleep
@@ -55,7 +55,8 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of log.jsonl. `args` holds the
     flags and the command. start_processes adds rank, world, local_rank, device and dtype; this
-    function adds pairs and same_draws; apply_recipe fills in the flags that were not given."""
+    function adds pairs and same_draws; open_folder adds files, the number and a checksum of their
+    names; apply_recipe fills in the flags that were not given."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     init = read_checkpoint(args.init, args.heads) if args.init else {"config": {}}
@@ -92,7 +93,7 @@ def pretrain(args):
 def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
     returns the model's arguments. evaluate() returns scores {name: value} and the columns of
-    recon.png, if any. `content` is saved in last.pt."""
+    recon.png, or None. `content` is saved in last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n, f"--batch_size {args.batch_size} exceeds the {n} training images")
     require(args.batch_size % pieces == 0, f"--batch_size {args.batch_size} is not divisible by "
@@ -131,7 +132,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
     batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
     ended = perf_counter()
     for epoch in range(start, args.epochs):
-        between = perf_counter() - ended                   # went into validating and saving
+        between = perf_counter() - ended                   # spent on validating and saving
         row = train_epoch(epoch, net.train(), optimizer, scaler, batches, n // args.batch_size,
                           make_inputs, args)
         row["between_s"], ended = round(between, 2), perf_counter()
@@ -185,15 +186,15 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
     metrics = {}
     for i in range(args.accum):
         piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # 0-dim: i-MAE's alpha
-        # random numbers drawn inside the model: in pretraining the same for all pieces and
-        # processes (MINR's pixels); in fine-tuning different ones for each (drop path)
+        # Seed the draws inside the model. In pretraining, all pieces and processes draw the same
+        # numbers (MINR's pixels); in fine-tuning, each piece draws its own (drop path).
         torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
         sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: last piece only
         with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 loss, values = net(*piece)
             scaler.scale(loss / args.accum).backward()
-        for name, value in {**values, "loss": loss.detach()}.items():
+        for name, value in values.items():
             metrics[name] = metrics.get(name, 0) + value / args.accum
     if args.clip_grad:
         scaler.unscale_(optimizer)
@@ -206,7 +207,7 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 def check_finite(loss, weights, scaler, place):
     """Exit if the loss or a weight is not finite. In fp16 the scaler skips each step that
-    overflows and lowers its scale. The loss is therefore checked only once the scale is <= 1."""
+    overflows and lowers its scale. So the loss is checked only once the scale has fallen to 1."""
     values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # scale 1 without fp16
     if not all(x.isfinite().all() for x in values):
         raise SystemExit(f"loss or weights are not finite at {place}: use --clip_grad or a lower "
@@ -224,15 +225,15 @@ def draw_keys(train, epochs, args):
         keys = [keys_of(order, seed)]
         if args.pairs:
             partners = draw_partners(order, train.labels, args.same_class, g)
-            keys.append(keys_of(partners, seed ^ 1))       # an image is cropped otherwise there
+            keys.append(keys_of(partners, seed ^ 1))       # their crops differ
         for step in zip(*(x.split(args.batch_size) for x in keys)):
             yield torch.cat([local_part(x, args) for x in step])
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly to lr over
-    warmup_epochs, from 0 at the first step (as in the release). It then stays constant, or falls
-    from lr to min_lr along half a cosine, until args.epochs."""
+    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0
+    at the first step to lr after warmup_epochs, as in the release. It then stays constant, or falls
+    to min_lr along half a cosine until args.epochs."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -288,8 +289,8 @@ def describe(args, model, train, val):
 
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, train, img_size, init):
-    """Return the model of --method before training, and its constructor arguments. `init` is the
-    content of the --init checkpoint."""
+    """Build the model of --method, with random weights or those of --init. Return it and its
+    constructor arguments. `init` is the --init checkpoint as read."""
     cls, lr_given = METHODS[args.method], args.lr is not None
     config = vit_config(args, img_size, init["config"])
     apply_recipe(args, {**method_arguments(cls), **cls.recipe},
@@ -365,13 +366,13 @@ def apply_recipe(args, recipe, low_res, config, n):
 def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Return the mean PSNR in dB over masked pixels, over the image with visible pixels copied in,
     and over the raw reconstruction. Masks follow the pattern `mask` and depend only on the image's
-    index. Also returns columns of up to 8 images: original, masked, reconstruction, reconstruction
-    with visible pixels copied in."""
+    index. Also returns four columns of up to 8 images: original, masked, raw reconstruction, and
+    reconstruction with visible pixels copied in."""
     columns, encoder = None, model.eval().encoder
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded"), 0)
     for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
-        # 7: any fixed number, so that masks do not depend on --seed
+        # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
         with autocast(args):
@@ -396,7 +397,7 @@ def compare(args):
     """Run --eval: print the checkpoints' PSNR, and each method's own measures. Writes each method's
     own figures, and one picture of all reconstructions, named after the runs."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    paths, rows, columns, notes = [], [], [], []
+    paths, names, rows, columns, notes = [], [], [], [], []
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
@@ -414,14 +415,15 @@ def compare(args):
         sizes = model.encoder.img_size, model.encoder.patch_size
         if not rows:
             first, (train, val, _) = sizes, open_data(args.data, sizes[0], args)
-        require(sizes == first, f"{path} has images and patches of {sizes} pixels, those before it "
-                                f"{first}: evaluate them separately")
+        require(sizes == first, f"{path} has image and patch sizes {sizes}, but the checkpoints "
+                                f"before it have {first}: evaluate them separately")
         for mask in args.masks:
             for ratio in args.mask_ratios:
                 scores, _ = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
         original, grey, _, copied = evaluate_psnr(model, val, args, args.masks[0])[1]
         columns += [copied] if columns else [original, grey, copied]
+        names.append(run_of(path))
         measures, figures = analyse(model, train, val, args)
         for title, table in measures.items():
             notes += [f"{path}: {title}", as_table(table)]
@@ -430,11 +432,11 @@ def compare(args):
             notes.append(f"see     {picture}: {caption}")
             save_picture(denormalize(cells, model).unbind(1), picture)
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
-    names = dict.fromkeys(run_of(row["checkpoint"]) for row in rows)
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
-          as_table(rows), *notes, f"see     {picture}: original, masked, reconstructions", sep="\n")
+          as_table(rows), *notes, sep="\n")
+    print(f"see     {picture}: original, masked, {', '.join(names)}")
     return rows
 
 
@@ -491,8 +493,8 @@ class ImageDataset(Dataset):
         return (self.transform(image) if self.transform else image), label
 
     def read(self, i):
-        """Read image i and its label. A file that cannot be read is reported once and replaced
-        by the next readable file."""
+        """Read image i and its label. A file that cannot be read is reported once. The next
+        readable file is used in its place."""
         if self.in_memory:
             return self.images[i], self.labels[i]
         n = len(self.images)
@@ -522,7 +524,7 @@ def open_data(name, img_size, args):
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # first rank 0 downloads, then one process per other machine (it may have its own disk)
+        # rank 0 downloads first, then one process on each other machine, which may have its own disk
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
@@ -556,8 +558,9 @@ def open_folder(root, img_size, args):
     take at most MEMORY bytes in total. Otherwise files are read again in every epoch."""
     parts = list_folder(root)
     names = [file[len(str(root)):] for files, _, _ in parts for file in files]
-    require_same((len(names), zlib.crc32(os.fsencode("\n".join(names)))),
-                 f"not all processes find the same images in --data {root}", args)
+    checksum = zlib.crc32(os.fsencode("\n".join(names)))
+    args.files = f"{len(names)} images (checksum {checksum:08x} of names)"
+    require_same(args.files, f"not all processes find the same images in --data {root}", args)
     train, val = [ImageDataset(*part) for part in parts]
     n = len(train.labels)
     samples = (train.read(i)[0] for i in range(0, n, math.ceil(n / 50)))
@@ -594,8 +597,8 @@ def list_folder(root):
     """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
     from a plain folder, where a hash of the file name selects about 5% of the images for val."""
     if (root / "train").is_dir():
-        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/, or, to "
-                                         f"pretrain without labels, pass --data {root / 'train'}")
+        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/. "
+                                         f"Without labels, train.py takes --data {root / 'train'}")
         train, val = class_folders(root / "train"), class_folders(root / "val")
         different = sorted({*train[2]} ^ {*val[2]})
         require(not different, f"--data {root}: only one of train/ and val/ has images of the "
@@ -624,10 +627,10 @@ def class_folders(root):
 
 def find_images(root):
     """Return the sorted names of the image files in a folder, its subfolders and links to folders.
-    No folder is read twice, nor one that holds `root`: a link may lead back there."""
+    No folder is read twice. Folders that hold `root` are skipped: a link may lead back to them."""
     files, seen = [], {*map(os.path.realpath, Path(root).absolute().parents)}
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders.sort()                                     # alike on all machines
+        folders.sort()                                     # the same order on all machines
         if os.path.realpath(folder) in seen:
             folders.clear()                                # os.walk goes no deeper
             continue
@@ -670,8 +673,8 @@ def load_images(dataset, batches, args):
 
 def val_batches(dataset, args, img_size, most=None):
     """Yield this process's batches (indices, images, labels) from a fixed random subset of at most
-    `most` images. A batch has as many as an accumulation step or, if that is more, a million
-    pixels, but at most 250."""
+    `most` images. A batch has as many images as an accumulation piece or, if that is more, as
+    fit in a million pixels, but at most 250."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     own = order[:most].tensor_split(args.world)[args.rank]
     H, W = img_size
@@ -690,7 +693,7 @@ def crop_batch(images, img_size, args):
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
-    # square root of the aspect ratio w / h, which is from 3/4 to 4/3, or 1 without a crop
+    # square root of the aspect ratio w / h, drawn from 3/4 to 4/3; 1 without a crop
     stretch = ((2 * stretch - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
     h, w = (area.sqrt() / stretch).clamp(max=1), (area.sqrt() * stretch).clamp(max=1)
     y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
@@ -728,7 +731,7 @@ def read_image(file):
     if data[:2] == b"\xff\xd8":                            # the first bytes of every JPEG
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    image = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    image = ImageOps.exif_transpose(Image.open(file))
     require(image.mode != "F", "floating-point images are not supported")
     if image.mode.startswith("I"):                         # convert() would clip values above 255
         image = image.convert("I")                         # 16 bits, in either byte order
@@ -765,7 +768,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # far from ground per channel
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # in each channel far from ground
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
@@ -797,7 +800,7 @@ def save(path, content):
     with open(temporary, "wb") as file:    # opened here: torch.save(path) would hide a full disk
         try:
             torch.save(content, file)
-        except RuntimeError as error:                      # follows the OSError of a full disk
+        except RuntimeError as error:                      # raised on the OSError of a full disk
             raise error.__context__ or error from None
         file.flush()
         os.fsync(file.fileno())
@@ -812,11 +815,11 @@ def read_checkpoint(path, heads=None, mmap=False):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        state = content.get("model", content)
+        state = dict(content.get("model", content))
     except OSError:                                        # for example a missing file
         raise
     except Exception as error:                             # a broken file can raise anything
-        why = " ".join(repr(error).split()).split(". ")[0][:150]       # PyTorch's errors are long
+        why = " ".join(f"{type(error).__name__} {error}".split()).split(". ")[0][:150]
         raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)
@@ -824,13 +827,10 @@ def read_checkpoint(path, heads=None, mmap=False):
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
     cls = METHODS.get(content["method"], MAE)
-    config = dict(content["config"])
-    for name, parameter in inspect.signature(cls).parameters.items():
-        # a file from your own training loop may leave these out
-        if name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads"):
-            config.setdefault(name, parameter.default)
-        if name in ("img_size", "patch_size"):
-            config[name] = pair(config[name])
+    sizes = {name: p.default for name, p in inspect.signature(cls).parameters.items()
+             if p.kind is p.POSITIONAL_OR_KEYWORD}         # your own loop's file may leave them out
+    config = {**sizes, **content["config"]}
+    config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
     return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
 
 
@@ -876,8 +876,8 @@ def initialize(model, content, path):
 
 def resume(last, model, optimizer, scaler, content, args):
     """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
-    changed. Raises InputError if model, optimizer, data or seed have changed. If none is resumed,
-    takes the name of the run by creating log.jsonl, deletes any last.pt, and returns []."""
+    changed. Raises InputError if model, optimizer, data or seed have changed. If no run is
+    resumed, takes the name of the run by creating log.jsonl, deletes any last.pt, and returns []."""
     saved = None
     if args.resume and last.exists():                      # mmap: weights are copied to the GPU
         saved = read_checkpoint(last, mmap=args.device.type == "cuda")
@@ -887,7 +887,7 @@ def resume(last, model, optimizer, scaler, content, args):
         if args.resume:
             print(f"note    nothing to resume: {last} does not exist, so a new run starts")
         if args.rank == 0:                                 # now all processes are past name_run
-            try:                                           # of runs that start at once, one wins
+            try:                                           # of runs that start at once, one gets it
                 last.with_name("log.jsonl").touch(exist_ok=args.resume or args.overwrite)
             except FileExistsError:
                 name_run(args, args.name)                  # raises InputError
@@ -896,8 +896,9 @@ def resume(last, model, optimizer, scaler, content, args):
     flags = saved["flags"]
     was = {"method": saved["method"], **saved["config"]}
     now = {"method": content["method"], **content["config"]}
-    for name in ("optimizer", "seed", "train_images", "labels"):
-        was[name], now[name] = flags.get(name), getattr(args, name, None)
+    for name in ("optimizer", "seed", "train_images", "labels", "files"):
+        now[name] = getattr(args, name, None)
+        was[name] = flags.get(name, now[name])
     # only the name of the data: their folder may have moved
     was["data"], now["data"] = Path(flags.get("data", "")).name, Path(args.data).name
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
@@ -955,14 +956,14 @@ def choose_device(args):
                            torch.backends.mps.is_available() and args.world == 1 else "cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     require(name != "cuda" or processes <= gpus,
-            f"PyTorch finds {gpus} GPUs for {processes} processes: pass --device cpu, or start one "
-            f"process per GPU")
+            f"--device cuda: PyTorch finds {gpus} GPUs, and each of the {processes} processes needs "
+            f"one: pass --device cpu, or start fewer processes")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
 def default_workers():
     """Return the default --workers: one per CPU core of this process, at most 16. A worker reads
-    about 500 JPEGs of 500x375 pixels a second, and a GPU needs up to 7,500 for a ViT-B."""
+    about 550 JPEGs of 500x375 pixels per second, and a GPU needs up to 7,500 for a ViT-B."""
     if sys.platform != "linux":                            # without fork, workers start slowly
         return 0
     return min(16, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -1017,7 +1018,8 @@ def number(kind, low=-math.inf, high=math.inf):
 
 
 def numbers(kind, count=None):
-    """Return an argparse type: `0,5,11` -> (0, 5, 11), of `count` numbers if that is given."""
+    """Return an argparse type that turns `0,5,11` into (0, 5, 11). With `count`, the text must have
+    that many numbers."""
     def parse(text):
         values = tuple(kind(part) for part in text.split(","))
         if count and len(values) != count:
@@ -1028,14 +1030,17 @@ def numbers(kind, count=None):
 
 
 def word_or_integers(text):
-    """An argparse type: `all` -> "all", `0,5,11` -> (0, 5, 11)."""
+    """Parse `all` as "all" and `0,5,11` as (0, 5, 11)."""
     return text if text.isidentifier() else numbers(int)(text)
 
 
 def size_in_pixels(text):
-    """An argparse type: `32` -> (32, 32), `32,48` -> (32, 48)."""
-    sides = numbers(int)(text)
+    """Parse `32` as (32, 32) and `32,48` as (32, 48)."""
+    sides = numbers(number(int, 1))(text)
     return pair(sides[0] if len(sides) == 1 else sides)
+
+
+size_in_pixels.__name__ = "N or H,W"                       # argparse's own errors show this name
 
 
 def add_options(parser, encoder=True, training=True):
@@ -1045,11 +1050,12 @@ def add_options(parser, encoder=True, training=True):
     parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if not added
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     option = parser.add_argument_group("data and device").add_argument
-    option("--data", help="shapes, cifar10, cifar100 or a folder (from a checkpoint, else shapes)")
+    option("--data", help="shapes, cifar10, cifar100 or a folder (shapes; for finetune.py "
+           "and --eval, the checkpoint's data)")
     option("--eval_images", type=count, metavar="N",
            help="validate on at most N images (train.py: 1000; finetune.py: all)")
     option("--workers", type=number(int, 0), default=default_workers(), metavar="N",
-           help="data loading workers (one per CPU core, at most 16; 0 outside Linux)")
+           help="data loading workers (CPU cores / processes, at most 16; 0 outside Linux)")
     option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
            help="mixed precision (auto: bf16 on CUDA, or fp16 if the GPU lacks it; fp32 elsewhere)")
@@ -1060,12 +1066,12 @@ def add_options(parser, encoder=True, training=True):
     option = parser.add_argument_group("training images and encoder").add_argument
     option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="seed (0)")
     option("--train_images", type=count, metavar="N", help="train on N images only (all)")
-    option("--img_size", type=size_in_pixels, metavar="N", help="a side or H,W in pixels (from "
-           "the checkpoint, else the images' own size, at most 224)")
-    option("--patch_size", type=size_in_pixels, metavar="N", help="a side or H,W in pixels (from "
-           "the checkpoint, else 16; for an image side below 128 pixels, side / 8, at least 4)")
+    option("--img_size", type=size_in_pixels, metavar="N", help="side, or height,width, in "
+           "pixels (from the checkpoint, else the images' own size, at most 224)")
+    option("--patch_size", type=size_in_pixels, metavar="N", help="side, or height,width, in "
+           "pixels (from the checkpoint, else 16; below 128 pixels, image side / 8, at least 4)")
     option("--size", choices=SIZES, metavar="NAME", help=f"encoder size: {', '.join(SIZES)} "
-           f"(from the checkpoint, else micro)")
+           f"(default: the checkpoint's, otherwise micro)")
     for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
         option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (set by --size)")
     if not training:
@@ -1073,7 +1079,7 @@ def add_options(parser, encoder=True, training=True):
     option = parser.add_argument_group("run").add_argument
     option("--runs", default="runs", metavar="FOLDER", help="folder for all runs (runs)")
     option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
-                          "checkpoint_mode, plus --data and --labels if given)")
+           "checkpoint_mode or scratch, then data other than the checkpoint's, and --labels)")
     option("--eval_every", type=count, metavar="N", help="validate and write last.pt every N "
            "epochs (a fiftieth of all epochs, at least 1; finetune.py: more with few labels)")
     option("--accum", type=count, default=1, metavar="N", help="split each batch into N pieces (1)")
@@ -1118,8 +1124,8 @@ def add_recipe(parser, title, recipe, low_res):
         type=numbers(number(float, 0, 0.999999), count=2))
     add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
     add("epochs", "passes over the training images", type=number(int, 0), metavar="N")
-    add("warmup_epochs", "epochs of linear learning rate warmup; with fewer --epochs than by "
-        "default, fewer in proportion", type=positive, metavar="X")
+    add("warmup_epochs", "epochs of linear learning rate warmup; shortened in proportion if "
+        "--epochs is below its default", type=positive, metavar="X")
     add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",
         type=fraction, metavar="X")
     add("flip", "random horizontal flip", action=argparse.BooleanOptionalAction)
@@ -1147,8 +1153,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that, under torchrun, does not repeat the error of another process."""
 
     def error(self, message):
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 has failed as well,
-            sleep(5)                                       # torchrun ends this process before then
+        if message.startswith("unrecognized"):
+            message += f" (python {self.prog} --help lists the flags of this method or mode)"
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 fails too,
+            sleep(5)                                       # torchrun ends this process first
         super().error(message)
 
 
@@ -1164,14 +1172,14 @@ def run_cli(parser, work, argv):
         # only the last line: a worker's error starts with a traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     except KeyboardInterrupt:
-        parser.exit(130, "stopped; a run goes on from its last.pt with --resume\n")
+        parser.exit(130, "stopped; to continue a training run, repeat its command with --resume\n")
     if dist.is_initialized() and args.device.type == "cuda":           # on CPUs, torch 2.6 can
         dist.destroy_process_group()                       # hang here, and gloo does not need it
     return row
 
 
 def main(argv=None):
-    """Run `python train.py` with the words `argv`. Returns the last row of log.jsonl, a dict,
+    """Run `python train.py` with the arguments `argv`. Returns the last row of log.jsonl, a dict,
     or, with --eval, the list of PSNR rows."""
     parser = Parser("train.py", **LAYOUT)
     option = parser.add_mutually_exclusive_group().add_argument
@@ -1180,12 +1188,13 @@ def main(argv=None):
            "checkpoints with the same image and patch size; for its flags see --eval FILE --help")
     known = parser.parse_known_args(argv)[0]               # these decide which other flags exist
     cls, training = METHODS[known.method], not known.eval
+    about = (f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}." if training
+             else "Evaluate checkpoints of train.py.")
     parser.description = (
         f"usage: python train.py --method {known.method} [--flag value ...]\n"
         f"       torchrun --nproc_per_node 8 train.py --method {known.method} [--flag value ...]\n"
-        f"       python train.py --eval FILE ... [--flag value ...]\n\n"
-        f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}. Defaults are in parentheses.\n"
-        f"{LOW_RES_HELP}")
+        f"       python train.py --eval FILE ... [--flag value ...]\n\n{about}\n"
+        f"Defaults are in parentheses.\n{LOW_RES_HELP if training else ''}")
     add_options(parser, training, training)
     parser.set_defaults(eval_images=1000)
     masks = ("random", "grid", "block")

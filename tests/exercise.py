@@ -320,6 +320,9 @@ def handout(folder, names):
     shutil.unpack_archive(archive, folder)
     archive.unlink()
     (folder / "tests/test_exercise.py").unlink()           # it has solutions
+    readme = folder / "README.md"                          # and so has the part on MAE's loss
+    readme.write_text(re.sub(r"(?s)\n\*\*MAE's loss\*\*.*?```\n", "", readme.read_text("utf-8")),
+                      "utf-8")
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the sources named in its place and the paper tell you what it must do. The "
             "checks compare your results with plain-loop references in `tests/references.py`; try "
