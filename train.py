@@ -524,7 +524,7 @@ def open_data(name, img_size, args):
                     for n in (10_000, 1_000)]
     elif name in ("cifar10", "cifar100"):
         size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # rank 0 downloads first, then one process on each other machine, which may have its own disk
+        # rank 0 downloads first, then one process on each other machine (it may have its own disk)
         turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
         for i in range(3):
             if i == turn:
@@ -768,7 +768,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # in each channel far from ground
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1  # far from ground by channel
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
@@ -877,7 +877,7 @@ def initialize(model, content, path):
 def resume(last, model, optimizer, scaler, content, args):
     """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
     changed. Raises InputError if model, optimizer, data or seed have changed. If no run is
-    resumed, takes the name of the run by creating log.jsonl, deletes any last.pt, and returns []."""
+    resumed, takes the run's name by creating log.jsonl, deletes any last.pt, and returns []."""
     saved = None
     if args.resume and last.exists():                      # mmap: weights are copied to the GPU
         saved = read_checkpoint(last, mmap=args.device.type == "cuda")
@@ -896,11 +896,11 @@ def resume(last, model, optimizer, scaler, content, args):
     flags = saved["flags"]
     was = {"method": saved["method"], **saved["config"]}
     now = {"method": content["method"], **content["config"]}
-    for name in ("optimizer", "seed", "train_images", "labels", "files"):
-        now[name] = getattr(args, name, None)
-        was[name] = flags.get(name, now[name])
     # only the name of the data: their folder may have moved
     was["data"], now["data"] = Path(flags.get("data", "")).name, Path(args.data).name
+    for name in ("files", "seed", "train_images", "labels", "optimizer"):
+        now[name] = getattr(args, name, None)
+        was[name] = flags.get(name, now[name])
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
     require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
@@ -956,7 +956,7 @@ def choose_device(args):
                            torch.backends.mps.is_available() and args.world == 1 else "cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     require(name != "cuda" or processes <= gpus,
-            f"--device cuda: PyTorch finds {gpus} GPUs, and each of the {processes} processes needs "
+            f"--device cuda: PyTorch finds {gpus} GPUs for {processes} processes, and each needs "
             f"one: pass --device cpu, or start fewer processes")
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 

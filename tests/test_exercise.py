@@ -143,7 +143,7 @@ def repository(tmp_path, monkeypatch):
     """Return git(words), which runs in a copy of this project's sources, all committed."""
     if not shutil.which("git"):
         pytest.skip("git is missing")
-    for file in ROOT.glob("*.py"):
+    for file in (*ROOT.glob("*.py"), ROOT / "README.md"):
         shutil.copy(file, tmp_path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_exercise.py").touch()
@@ -200,6 +200,8 @@ def test_handout(repository, tmp_path):
                      "U.repeat(", "var_mean(", "the large encoder sees", "w_i.float"):
         assert solution not in text and solution in original
     assert not (folder / "tests/test_exercise.py").exists()
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert "square().mean()" not in readme and "\n## Quickstart" in readme
 
 
 def test_a_removed_body_ends_a_check_in_words(capsys, monkeypatch):

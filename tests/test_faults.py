@@ -40,17 +40,18 @@ train | --lr nan                               | --lr ; nan must be finite and a
 train | --blr inf                              | --blr: inf must be finite and at least 0
 train | --betas 0.9                            | --betas: 0.9 must be 2 numbers
 train | --betas 0.9,1                          | --betas: 1 must be from 0 to 0.999999
-train | --img_size 3x4                         | --img_size: invalid size_in_pixels value: '3x4'
+train | --img_size 3x4                         | --img_size: invalid N or H,W value: '3x4'
+train | --patch_size 4,0                       | --patch_size: 0 must be finite and at least 1
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data unsorted                        | unsorted: train/ and val/ need class folders
-train | --data no_val                          | no_val has train/ but no val/ ; --data no_val/train
+train | --data no_val                          | no_val has train/ but no val/ ; train.py takes --data no_val/train
 train | --data differ                          | only one of train/ and val/ has images of
 train | --name mae --data shapes               | runs/mae already holds a run ; --resume ; --over
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
 is 1; heads was 2, is 1. Its command was python
 train | --name mae --resume --data other --batch_size 2 --seed 1 --train_images 3 | \
-seed was 0, is 1; train_images was None, is 3; data was data, is other
+data was data, is other; files was 52 images ; is 8 images ; seed was 0, is 1
 tune  | --name tuned --resume --labels 0.5     | labels was 1.0, is 0.5
 train | --name mae --resume --optimizer sgd    | cannot be resumed: optimizer was adamw, is sgd
 train | --name tuned --resume                  | cannot be resumed: method was classifier, is mae
@@ -126,9 +127,12 @@ def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
         time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 10)         # Parser.error's
         more = ["--epoch", "1"] if os.environ["RANK"] == "1" else []
         script(*words, *more)
-    for work, words, said in ((script, ["--batch_size", "42"], "exceeds the 40 training images"),
-                              (ranks, [], "unrecognized arguments: --epoch 1")):
-        code, lines = ended(fork(torchrun, work, "train.py", *BASE["train"], *words))
+    for work, words, said in (
+            (script, ["train.py", *BASE["train"], "--batch_size", "42"], "the 40 training images"),
+            (script, ["finetune.py", *BASE["tune"], "--mode", "linear", "--batch_size", "2"],
+             "--batch_size 2: BatchNorm needs two images"),
+            (ranks, ["train.py", *BASE["train"]], "unrecognized arguments: --epoch 1")):
+        code, lines = ended(fork(torchrun, work, *words))
         assert code != 0 and sum(said in line for line in lines) == 1, lines
     assert not (desk / "runs/new").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")

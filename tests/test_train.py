@@ -360,7 +360,7 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
     assert str(train.choose_device(args)) == wanted
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
     if gpus:
-        with pytest.raises(InputError, match=f"finds {gpus} GPUs for {gpus + 1} processes: pass"):
+        with pytest.raises(InputError, match=f"finds {gpus} GPUs for {gpus + 1} processes"):
             train.choose_device(args)
     args.device = "cpu"                                    # asked for
     assert str(train.choose_device(args)) == "cpu"
@@ -736,6 +736,9 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
         "betas changed from (0.9, 0.95) to (0.5, 0.6)", f"data changed from {folder} to {moved}"}
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
+    file = next(moved.rglob("*.png"))
+    file.rename(file.with_name("new.png"))
+    refused(lambda words: pretrain("--resume", *words), ["--data", moved], "files was ", ", is ")
     pretrain("--epochs", "0", name="late")                 # written untrained, then trained
     late = pretrain("--resume", name="late")
     assert same(first["model"], late["model"])
@@ -744,7 +747,7 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         pretrain("--overwrite")
-    assert capsys.readouterr().err == "stopped; a run goes on from its last.pt with --resume\n"
+    assert capsys.readouterr().err.startswith("stopped; to continue a training run")
     assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
     refused(lambda words: pretrain(*words), [], "runs/mae already holds a run")  # it has begun
     Path("runs/copy").mkdir()
