@@ -731,7 +731,8 @@ def read_image(file):
     if data[:2] == b"\xff\xd8":                            # the first bytes of every JPEG
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    image = ImageOps.exif_transpose(Image.open(file))
+    with Image.open(file) as opened:
+        image = ImageOps.exif_transpose(opened)
     require(image.mode != "F", "floating-point images are not supported")
     if image.mode.startswith("I"):                         # convert() would clip values above 255
         image = image.convert("I")                         # 16 bits, in either byte order
