@@ -192,7 +192,7 @@ def main(argv=None):
     parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")
-    option("--warmup", type=number(int, 0), default=3, help="steps before these (3)")
+    option("--warmup", type=number(int, 0), default=3, help="number of warmup steps (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     train.start_processes(args)

@@ -31,10 +31,10 @@ torch.set_num_threads(1)
 tqdm.monitor_interval = 0                                  # no monitor thread: a fork would lose it
 if not any("test_devices" in word for word in sys.argv):   # a forked process cannot use autograd
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                # where torch sees a GPU
-torch.ones(1, requires_grad=True).backward()               # if the first one followed an export, it
-GPU = torch.cuda.is_available()                            # would start threads, and forks fail
-for backend in (torch.cuda, torch.backends.mps):           # they add in another order, and in bf16;
-    backend.is_available = lambda: False                   # for GPUs see test_devices.py
+torch.ones(1, requires_grad=True).backward()               # a first backward pass that follows an
+GPU = torch.cuda.is_available()                            # export starts threads; then forks fail
+for backend in (torch.cuda, torch.backends.mps):           # GPUs add in another order and in bf16:
+    backend.is_available = lambda: False                   # test_devices.py tests them
 
 
 def settings(**more):
@@ -46,8 +46,8 @@ def settings(**more):
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
-    """Write n PNG files per class, side or (H, W) pixels each: a random ramp, with more red, green
-    or blue in one class than in the next."""
+    """Write n PNG files of `side` pixels, an int or (H, W), per class. Each is a random ramp with
+    more red, green or blue, by class."""
     rng, (H, W) = np.random.default_rng(seed), pair(side)
     for c, name in enumerate(classes):
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -122,8 +122,8 @@ def spy(monkeypatch):
 
 
 def fork(work, *inputs):
-    """Start a process that does work(*inputs) and prints to the files out and err. It is forked,
-    which saves the seconds of importing torch, and leads a process group."""
+    """Start a process that does work(*inputs) and prints to the files out and err. Forking saves
+    the seconds that importing torch takes. The process leads a process group."""
     if not hasattr(os, "fork"):
         pytest.skip("this system does not fork processes")
 
@@ -147,18 +147,18 @@ def script(file, *words):
 
 
 def torchrun(work, *words, restarts=0, processes=2):
-    """Let torchrun's own agent start processes, forked, that do work(*words)."""
+    """Let torchrun's own agent fork processes that do work(*words)."""
     config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d",
                           rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
     elastic_launch(config, work)(*words)
 
 
 def ended(process, seconds=120):
-    """Wait for a process and return its exit code and the lines of its stderr. None of its children
-    is left."""
+    """Wait for a process, kill what is left of its group, and return its exit code and the lines of
+    its stderr."""
     process.join(seconds)
     code = process.exitcode
-    with suppress(ProcessLookupError):                     # a worker whose parent died too early
+    with suppress(ProcessLookupError):                     # e.g. a worker whose parent has died
         os.killpg(process.pid, signal.SIGKILL)
     return code, Path("err").read_text().strip().splitlines()
 

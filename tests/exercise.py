@@ -287,8 +287,8 @@ def refuse(message):
 
 
 def remove_here(names):
-    """Remove the bodies of these exercises from the working tree. Refuses if git could not restore
-    one."""
+    """Remove the bodies of these exercises from the working tree. Ends the program instead if git
+    could not restore one of them."""
     for name in names:
         file = file_of(name)
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))
@@ -306,8 +306,8 @@ def remove_here(names):
 
 
 def handout(folder, names):
-    """Copy the project into a new folder, without the bodies of these exercises, and add a page of
-    tasks. Copies the last commit: your solutions that are not committed stay here."""
+    """Copy the project's last commit into a new folder, without the bodies of these exercises, and
+    add a page of tasks. Solutions that are not committed stay out."""
     if not names:
         refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

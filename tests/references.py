@@ -1,6 +1,6 @@
 """Plain-loop references of the exercise functions, for tests/exercise.py.
 
-A reference takes the arguments of its function and `slip`, the name of a common mistake to make. So
+A reference takes its function's arguments and `slip`, the name of a common mistake to make, so that
 a check can tell a student which mistake leads to a wrong result.
 """
 
@@ -256,7 +256,7 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
 
 
 def call_forward(forward, model, images, noise, *more):
-    """Call forward. Raises Different if forward must draw the mask, and it never changes."""
+    """Call forward. Raises Different if noise is None and forward always uses the same mask."""
     torch.manual_seed(1)                                   # in case forward draws noise anyway
     if noise is not None:
         return forward(model, images, noise, *more)

@@ -7,8 +7,8 @@
 Each result is a line of --out. If it has several lines, all of them count. A seed controls all
 randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
-pretraining. --tables prints the tables of another --out. It draws .github/recipe.svg of copies of
-finetune.py's log.jsonl, named tests/recipe_NAME.jsonl.
+pretraining. With another --out, --tables only prints its tables. Otherwise, it also
+draws .github/recipe.svg, from copies of finetune.py's log.jsonl named tests/recipe_NAME.jsonl.
 """
 
 import argparse
@@ -145,7 +145,7 @@ TOP1 = {"20-NN": "20-NN, %", "linear": "linear, %", "1%": "1% of labels", "10%":
 BATCHES = {"micro": 64, "tiny": 512}                       # images in a training step
 BRANCH, CONTROL = ([f"alpha {alpha} {source} subordinate" for alpha in ("0.200", "0.400", "0.450")]
                    for source in ("branch", "control"))
-MORE = {  # differences A - B: A, B, columns of A, and those of B if they are others
+MORE = {  # differences A - B: A, B, columns of A, and those of B if they differ
     "MINR - MAE: PSNR of the whole image; random masks of 50, 75 and 90%, grid, block": (
         "ginr", "mae", [f"{mask} psnr_decoded" for mask in (
             "random 0.500", "random 0.750", "random 0.900", "grid 0.750", "block 0.750")]),

@@ -1,5 +1,4 @@
-"""What the methods cost, which a correct solution can still get wrong; and the benchmark's own
-numbers."""
+"""The methods' costs, which correct code can still get wrong, and the benchmark's numbers."""
 
 import pytest
 import torch
@@ -27,9 +26,9 @@ def test_a_row_for_every_method(capsys):
 
 
 def test_cost_at_vit_b(monkeypatch):
-    """HyperMAE's Table 1 has 9.78 G for MAE and 6.42 for HyperMAE. This includes what
-    their releases need not compute: they embed masked patches, and apply heads to all tokens.
-    CrossMAE's decoder is up to 3.7 times cheaper than MAE's (Appendix C): that is our count at
+    """HyperMAE's Table 1 has 9.78 G for MAE and 6.42 G for HyperMAE. These include work that the
+    releases could skip: they embed masked patches, and apply heads to all tokens. CrossMAE's
+    Appendix C says that its decoder is up to 3.7 times cheaper than MAE's: that is our count at
     prediction ratio 0.15."""
     def build(name, **options):                            # values do not matter here
         return METHODS[name](**options).to("meta")

@@ -15,8 +15,8 @@ PAPERS = {  # 3a-c means 3a, 3b, 3c. MAE, ViT and DeiT are from memory, the othe
     "HyperMAE": dict(Table="1-13", Figure="1-4", Algorithm="1", Section="1-5 2.1-2 5.1-4 5.2.1-8"),
     "MINR": dict(Table="2", Section="3.1-2"),              # all that its summary mentions
     "i-MAE": dict(Table="1-4", Figure="1-7", Section="1-3", Algorithm="1")}
-TEXTS = {"HyperMAE": "000", "MINR": "001", "i-MAE": "002", "CrossMAE": "004"}   # names begin so
-FILES = {  # the paper meant where none is named; a section or row in Markdown may begin with it
+TEXTS = {"HyperMAE": "000", "MINR": "001", "i-MAE": "002", "CrossMAE": "004"}   # file prefixes
+FILES = {  # the paper meant if none is named; a section or row in Markdown may begin with one
     "mae.py": "MAE", "crossmae.py": "CrossMAE", "hypermae.py": "HyperMAE", "minr.py": "MINR",
     "imae.py": "i-MAE", "vit.py": "MAE", "train.py": "MAE", "finetune.py": "MAE", "README.md": "",
     "tests/REFERENCE.md": "CrossMAE", "tests/RESULTS.md": "", "tests/FLAGS.md": ""}
@@ -40,7 +40,7 @@ def expand(words):
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_cited_exists(file):
-    """So does each "item" of the list at a file's end."""
+    """Each citation is in PAPERS, and each "item" in the list at the end of its file."""
     text, cited, wrong = (ROOT / file).read_text(encoding="utf-8"), 0, []
     for piece in re.split(r"\n(?=## |\| )|(?<=\|)\n", text):
         begin = re.match(r"(?:## |\| )([\w-]+)", piece)
@@ -58,7 +58,7 @@ def test_what_is_cited_exists(file):
 @pytest.mark.skipif(not (ROOT / "../shared/papers").is_dir(), reason="needs the papers' texts")
 @pytest.mark.parametrize("paper", TEXTS)
 def test_what_is_listed_is_in_the_text(paper):
-    """Captions and headings have it. Letters in parentheses stand in or before a caption."""
+    """PAPERS agrees with headings and captions, and with the letters in or before a caption."""
     (file,) = (ROOT / "../shared/papers").glob(f"{TEXTS[paper]}_*")
     text, found, end = file.read_text(encoding="utf-8"), defaultdict(set), 0
     for m in re.finditer(r"(?im)^\W*(table|figure|algorithm|section) (\d[\d.]*)[.:\]].*", text):

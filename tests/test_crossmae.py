@@ -24,8 +24,8 @@ def ids_of(model, images, noise):
     (4, 0.75, 0.75, 4, 12), (14, 0.75, 0.25, 49, 49), (6, 0.6, 0.1, 14, 4), (14, 0.9, 0.3, 19, 60),
     (8, 0.75, 0.15, 16, 10), (8, 0.5, 0.001, 32, 1)])      # 10, not 9, as in the release
 def test_counts(side, mask_ratio, prediction_ratio, visible, predicted):
-    """The numbers of visible and unpredicted patches are rounded down, the others are predicted;
-    none twice."""
+    """The numbers of visible and of unpredicted patches are rounded down. All other patches are
+    predicted, each once."""
     model = build("crossmae", img_size=side, patch_size=1, mask_ratio=mask_ratio,
                   prediction_ratio=prediction_ratio)
     ids_keep, ids_mask, ids = ids_of(model, torch.zeros(2, 3, side, side), torch.rand(2, side ** 2))
@@ -47,8 +47,8 @@ def test_a_prediction_does_not_depend_on_the_others():
 
 
 def test_partial_loss_is_unbiased():
-    """Its mean over draws that predict each masked patch equally often is the loss of all of them
-    (Sec. 3.3). Reconstruction always predicts all (Figure 2)."""
+    """The mean partial loss over draws that predict each masked patch equally often is the full
+    loss (Sec. 3.3). Reconstruction always predicts all masked patches (Figure 2)."""
     model, (images, noise) = build("crossmae", prediction_ratio=0.25), images_and_noise()
     full = build("crossmae")
     full.load_state_dict(model.state_dict())
@@ -90,20 +90,20 @@ def test_a_block_with_self_attention():
     assert torch.allclose(*grads, atol=1e-5)
 
 
-@pytest.mark.parametrize("options, used", [                # places in ViT.layers, 0: the input
+@pytest.mark.parametrize("options, used", [                # indices of feature maps, 0: the input
     ({}, [0, 1, 2, 3]), (dict(include_input=False), [1, 2, 3]),
     (dict(feature_maps=(2, 0), project_maps=True), [0, 1, 3]),
     (dict(softmax_weights=True), [0, 1, 2, 3]),
     (dict(feature_maps=(2,), include_input=False), [3])])
 def test_mixed_maps(options, used):
-    """How they are mixed is checked by tests/references.py."""
+    """The options choose which maps are mixed. (tests/references.py checks how.)"""
     assert [*build("crossmae", depth=3, **options).map_ids] == used
 
 
 @pytest.mark.parametrize("options, n", [
     (dict(depth=1), 2), (dict(depth=3), 4), (dict(depth=3, include_input=False), 3)])
 def test_initial_weights_are_those_of_the_paper(options, n):
-    """N(0, 1/n), where n is the number of maps (Sec. 3.4), for 150 decoder blocks."""
+    """Mixing weights are drawn from N(0, 1/n), where n is the number of maps (Sec. 3.4)."""
     W = build("crossmae", decoder_depth=150, **options).map_weights()
     assert W.shape == (150, n)
     assert abs(W.std() * n ** 0.5 - 1) < 0.1 and abs(W.mean()) < 0.1
@@ -112,8 +112,8 @@ def test_initial_weights_are_those_of_the_paper(options, n):
 @pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=False), dict(feature_maps="last"),
                                      dict(self_attention=True, decoder_depth=3, mask_ratio=0.8)])
 def test_contributions_add_up(options):
-    """Appendix D: mask token and positions, then each block, sum to the prediction, and their
-    images to the reconstruction."""
+    """The contributions of mask token and positions and of each block sum to the prediction, and
+    their images sum to the reconstruction (Appendix D)."""
     model, (images, noise) = build("crossmae", **options), images_and_noise()
     nn.init.normal_(model.decoder_norm.bias)
     nn.init.normal_(model.decoder_norm.weight)
@@ -140,7 +140,7 @@ def test_contributions_add_up(options):
 
 
 def test_figure_of_the_mixing_weights():
-    """A row for each decoder block, a column for each map; grey is 0 (Figure 5c)."""
+    """Rows are decoder blocks, columns are maps, and grey is 0 (Figure 5c)."""
     model, (images, _) = build("crossmae", decoder_depth=4), images_and_noise()
     cells, W = model.figures(images)["map_weights"][1], model.map_weights()
     assert cells.shape == (1, 1, 3, 4, 3)
@@ -150,8 +150,8 @@ def test_figure_of_the_mixing_weights():
 
 
 def test_decoder_attention():
-    """CrossMAE Table 6, written out head by head, for two batches. A mask token's attention sums to
-    the number of heads; if it is uniform, visible tokens get their fraction."""
+    """The numbers of CrossMAE's Table 6 equal those computed head by head, over two batches. A mask
+    token's attention sums to the number of heads."""
     mae, images = build("mae", decoder_depth=3, mask_ratio=0.8), images_and_noise(150)[0]
     (title, rows), = decoder_attention(mae, images).items()
     assert [row["block"] for row in rows] == [0, 1, 2, "sum"] and title.endswith("; 150 images")

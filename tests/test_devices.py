@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(not GPU, reason="no GPU is available")
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """A list of the functions that were running when something waited for the GPU, as torch warns.
-    """
+    """Yield a list of the functions that were running when torch warned of a wait for the GPU."""
     def note(message, *_):
         waits.extend(f.function for f in inspect.stack(0) if "synchroniz" in str(message))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -36,8 +35,8 @@ def waits(monkeypatch):
     "crossmae --prediction_ratio 0.25 --mask block",
     "imae --teacher runs/mae --same_class 0.5 --img_size 8,12"])
 def test_training(words, pretrain, waits):
-    """Also resumed, and from files, as for images larger than --img_size. No step waits for the
-    GPU."""
+    """Methods train and resume, with images in memory or in files (those larger than --img_size).
+    No step waits for the GPU."""
     pretrain("--img_size", "8,12")
     for more in ("", " --epochs 3 --resume"):
         pretrain("--method", *(words + more).split(), name="gpu", own=flags(BASE[words.split()[0]]))
@@ -52,7 +51,7 @@ def test_finetuning(words, tune, waits):
 
 
 def test_evaluating(pretrain):
-    """All methods with their figures and measures; the same numbers as on the CPU."""
+    """Evaluation, with all figures and measures, gives the same numbers as on the CPU."""
     for name in METHODS:
         teacher = ["--teacher", "runs/mae"] if name == "imae" else []
         pretrain("--method", name, *teacher, name=name, own=flags(BASE[name]))
@@ -64,7 +63,7 @@ def test_evaluating(pretrain):
 
 @pytest.mark.parametrize("words", [name + more for name in METHODS for more in ("", " --compile")])
 def test_vit_b(words, monkeypatch, capsys):
-    """20 steps in bf16 on one batch: the loss falls, and attention has a fused kernel."""
+    """In 20 steps in bf16 on one batch, the loss falls. Attention has a fused kernel."""
     losses, step = [], bench.Case.step
     monkeypatch.setattr(bench.Case, "step", lambda case: losses.append(step(case)) or losses[-1])
     bench.main(["--batch_size", "32", "--amp", "bf16", "--method", *words.split()])

@@ -1,4 +1,4 @@
-"""The diagrams are as drawn, well-formed, and say what the code says."""
+"""The committed diagrams are up to date and well-formed, and agree with the code."""
 
 import re
 from xml.etree import ElementTree
@@ -29,7 +29,7 @@ def test_committed(file):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_as_in_the_code(name):
-    """Names and shapes are in the method's file. Numbers, also those of tokens, are the model's."""
+    """A diagram's names and shapes are in the method's file. Its numbers are the model's."""
     svg, source, cls = draw(name), (ROOT / f"{name}.py").read_text(), CLASSES[name]
     code = " ".join(re.findall(r'class="code"[^>]*>(.*?)<', svg))
     assert {*re.findall(r"[A-Za-z_]\w*", code)} - {*re.findall(r"\w+", source)} == set()

@@ -1,6 +1,5 @@
 """The exercises: a check accepts right solutions however they are written, and says what is wrong
-with others (its hints: test_the_hint_names_each_slip); removed bodies come back; handouts. These do
-not include this file, which has solutions."""
+with others. Removed bodies come back. A handout leaves out this file, which has solutions."""
 
 import inspect
 import math
@@ -13,7 +12,7 @@ import pytest
 from tests import exercise
 from tests.exercise import EXERCISES, ROOT, check, find, main
 
-SOLUTIONS = {  # name: a right body, and [(text in it, other text, part of the message)]; "": right
+SOLUTIONS = {  # name: a right body, [(text in it, other text, part of the message or "" if right)]
     "vit.patchify": ("""
 p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
 h, w = images.shape[2] // p, images.shape[3] // q

@@ -45,7 +45,7 @@ train | --patch_size 4,0                       | --patch_size: 0 must be finite 
 train | --data nowhere                         | --data nowhere is not shapes, cifar10, cifar100
 train | --data empty                           | --data empty has 0 images ; at least two
 train | --data unsorted                        | unsorted: train/ and val/ need class folders
-train | --data no_val                          | no_val has train/ but no val/ ; train.py takes --data no_val/train
+train | --data no_val           | no_val has train/ but no val/ ; train.py takes --data no_val/train
 train | --data differ                          | only one of train/ and val/ has images of
 train | --name mae --data shapes               | runs/mae already holds a run ; --resume ; --over
 train | --name mae --resume --depth 1 --heads 1 | runs/mae/last.pt cannot be resumed: depth was 2, \
@@ -79,7 +79,7 @@ COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip(
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory):
-    """A folder with data in all states, and a run of each kind."""
+    """Return a folder with good and bad data sets, and a run of each kind."""
     root = tmp_path_factory.mktemp("desk")
     for part, classes, n in (("data/train", "ab", 20), ("data/val", "ab", 6), ("flat", "x", 6),
                              ("no_val/train", "ab", 2), ("other/train", "cd", 2),
@@ -105,7 +105,7 @@ def listing(root):
 
 @pytest.fixture
 def desk(furnished, monkeypatch):
-    """That folder; afterwards, and even if the test fails, it is as it was."""
+    """Enter the furnished folder. Afterwards, remove what the test has added, even if it failed."""
     monkeypatch.chdir(furnished)
     before = listing(furnished)
     yield furnished
@@ -122,7 +122,7 @@ def test_wrong_command_lines(desk, refused, kind, words, parts):
 
 
 def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
-    """An error of all processes is printed once, one of a single process too."""
+    """An error is printed once, whether all processes have it or only one."""
     def ranks(*words):
         time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 10)         # Parser.error's
         more = ["--epoch", "1"] if os.environ["RANK"] == "1" else []
@@ -146,7 +146,7 @@ class Payload:
         return Path("ran").touch, ()                       # the code that must not run
 
 
-BROKEN = {  # from a good one's bytes and content: other bytes or content
+BROKEN = {  # from a good file's bytes and content: broken bytes or content
     "empty": lambda file, content: b"",
     "half": lambda file, content: file[:len(file) // 2],
     "code": lambda file, content: {**content, "extra": Payload()},
@@ -156,7 +156,7 @@ BROKEN = {  # from a good one's bytes and content: other bytes or content
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_checkpoints(desk, refused, name):
-    """All that read checkpoints refuse them by name, and run no code from them."""
+    """Commands that read a checkpoint refuse a broken one by name, and run no code from it."""
     good, bad = Path("runs/mae/last.pt"), Path("runs/bad/last.pt")
     bad.parent.mkdir()
     content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
@@ -173,7 +173,7 @@ def test_broken_checkpoints(desk, refused, name):
 # ------------------------------------------------------------------------------------------ images
 
 def write_broken(folder):
-    """Write files of each kind that cannot be read."""
+    """Write three files that cannot be read, each for its own reason, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("torn.jpg", "nothing.jpg", "text.jpg")]
     Image.effect_noise((64, 64), 99).save(files[0])
@@ -185,8 +185,8 @@ def write_broken(folder):
 
 @pytest.mark.parametrize("side, words", [(16, []), (40, ["--workers", "2"])])
 def test_broken_images_are_replaced(tmp_path, monkeypatch, capfd, side, words):
-    """In memory and from files, each is replaced by the next one and named once. PIL refuses images
-    of more than twice its limit."""
+    """In memory and in files, each broken image is replaced by the next one and named once. PIL
+    refuses images of more than twice its limit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2400)
     write_pictures(Path("data/val"), "ab", 3, side)
@@ -205,7 +205,7 @@ def test_broken_images_are_replaced(tmp_path, monkeypatch, capfd, side, words):
 
 
 def test_what_replaces_an_image(tmp_path):
-    """It is the next file that can be read, with its label; after the last one, the first."""
+    """The next readable file and its label replace an image; the first file follows the last."""
     write_pictures(tmp_path / "val", "ab", 1)
     write_pictures(tmp_path / "train", "ab", 2)
     for broken in ("a/1.png", "b/1.png"):
@@ -241,7 +241,7 @@ def alike(name, other="straight"):
 
 @pytest.fixture
 def words(pretrain, folder):
-    """words(name, epochs) are those of a resumable run, in a folder of its own."""
+    """words(name, epochs) returns the flags of a run that can be resumed, in a new folder."""
     return lambda name, epochs: ["--data", str(folder), *TINY, *DECODER, "--name", name, "--epochs",
                                  str(epochs), "--resume"]
 
@@ -255,7 +255,7 @@ def die(*inputs, **more):
 
 
 def killed(owner, name, call, *words):
-    """Run train.py, and be killed in a call of owner.name, counted from 1."""
+    """Run train.py, and be killed in call number `call` of owner.name."""
     function, calls = getattr(owner, name), []
 
     def instead(*inputs, **more):
@@ -271,9 +271,8 @@ POINTS = [  # owner, name, call, and the epoch that last.pt holds then
 
 
 def test_kills(words):
-    """A run that is killed again and again, each time at another point, equals one that never was.
-    last.pt is always whole. Images are read from files."""
-    more = ["--img_size", "8"]
+    """A run that is killed at each of POINTS equals one that never was. last.pt is always whole."""
+    more = ["--img_size", "8"]                             # images are read from files
     train.main([*words("straight", 5), *more])
     for owner, name, call, epoch in POINTS:
         process = fork(killed, owner, name, call, *words("killed", 5), *more)
@@ -284,7 +283,7 @@ def test_kills(words):
 
 
 def dying(*words):
-    """Do as script, but rank 1 is killed in the third epoch; once."""
+    """Do as script, but kill rank 1 in the third epoch, once."""
     if os.environ["RANK"] == "1" and not Path("died").exists():
         Path("died").touch()
         killed(train.MAE, "forward", 13, *words)
@@ -292,7 +291,7 @@ def dying(*words):
 
 
 def test_a_kill_of_one_of_two_processes(words):
-    """torchrun ends the other one and starts both again."""
+    """torchrun ends the other process and starts both again. The results are as without a kill."""
     assert ended(fork(torchrun, script, "train.py", *words("straight", 3)))[0] == 0
     assert ended(fork(partial(torchrun, restarts=1), dying, *words("killed", 3)))[0] == 0
     assert "resumed after epoch 2" in Path("out").read_text()
@@ -300,7 +299,7 @@ def test_a_kill_of_one_of_two_processes(words):
 
 
 def as_machine(*words):
-    """Do as script, on a machine of its own with its own --runs, and write down its exit code."""
+    """Do as script, as on a machine of its own with its own --runs, and save its exit code."""
     rank = os.environ["RANK"]
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     try:
@@ -310,7 +309,7 @@ def as_machine(*words):
 
 
 def test_resuming_on_machines_without_a_shared_disk(words):
-    """Only the first one has a checkpoint: both stop, each with one line, and nothing is lost."""
+    """If only the first machine has a checkpoint, both stop with a line each. Nothing is lost."""
     assert ended(fork(torchrun, as_machine, *words("x", 2)))[0] == 0
     last, log = (Path("runs0/x", name) for name in ("last.pt", "log.jsonl"))
     before = last.read_bytes(), log.read_bytes()
@@ -342,7 +341,7 @@ def test_a_full_disk(words, wide):
 
 @pytest.mark.parametrize("value, amp", [(math.nan, "fp32"), (math.inf, "fp32"), (math.nan, "fp16")])
 def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, value, amp):
-    """The third epoch of 40 steps stops before the 21st. The epoch before it is kept."""
+    """The third epoch, of 40 steps, stops before step 21. The second epoch's checkpoint is kept."""
     train.main(words("lost", 2))
     forward, calls = train.MAE.forward, []
 
@@ -358,7 +357,7 @@ def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, va
 
 
 def breaking(monkeypatch, call, change):
-    """After this call of train_step, counted from 1, change(weights, metrics)."""
+    """Call change(weights, metrics) after this call of train_step, counted from 1."""
     step, calls = train.train_step, []
 
     def instead(net, *rest):
@@ -371,7 +370,7 @@ def breaking(monkeypatch, call, change):
 
 
 def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
-    """The last step of the second epoch breaks them, after a finite loss."""
+    """If an epoch's last step breaks the weights after a finite loss, the epoch is not saved."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="not finite at epoch 2, "
                                                        "step 5, lr"):
         breaking(patch, 10, lambda weights, metrics: weights.fill_(math.nan))
@@ -383,8 +382,8 @@ def test_weights_that_are_not_finite_are_not_written(words, monkeypatch):
 
 
 def test_a_scale_that_is_too_large(words, monkeypatch):
-    """Gradients overflow and steps are skipped until it fits. The run began without a scale. A loss
-    that overflows in such a step does not end the run, even where losses are checked."""
+    """Steps whose gradients overflow are skipped until the scale fits, and a loss that overflows in
+    such a step does not end the run. The run began without a scale."""
     train.main(words("large", 1))
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler",

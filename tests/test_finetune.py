@@ -36,7 +36,7 @@ def random_images(n):
     ("mean", 0, 16), ("token", 0, 16), ("joined", 0, 384), ("mean", 3, 16), ("token", 3, 16),
     ("extra", 3, 16), ("joined", 3, 48)])
 def test_features(pool, extra, width):
-    """Pooled from 24 patch tokens, or from the extra tokens after them."""
+    """Features are pooled from the 24 patch tokens, or from the extra tokens after them."""
     model, images = classifier(pool=pool, extra_tokens=extra), torch.randn(2, 3, 16, 24)
     tokens = model.encoder(images)
     assert tokens.shape == (2, 25 + extra, 16)
@@ -49,8 +49,7 @@ def test_features(pool, extra, width):
 
 @pytest.mark.parametrize("pool, extra, onnx", [("mean", 0, 0), ("joined", 3, 0), ("joined", 3, 1)])
 def test_export(pool, extra, onnx, tmp_path):
-    """As in REFERENCE.md, from pixels to logits, with a batch of any size. The model itself stays
-    as it is."""
+    """A model that is exported as in REFERENCE.md gives its logits for a batch of any size."""
     if onnx:
         runtime, _ = map(pytest.importorskip, ("onnxruntime", "onnxscript"))
     model = classifier(pool=pool, extra_tokens=extra, mean=(0.4, 0.5, 0.6))
@@ -67,7 +66,8 @@ def test_export(pool, extra, onnx, tmp_path):
 
 
 def test_extra_tokens_travel(pretrain, folder, capsys):
-    """From a MINR to a classifier and to other models; also from only an encoder."""
+    """A classifier gets a MINR's extra tokens, even from a file of only the encoder. Other models
+    say what they do not load, or initialise anew."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
     minr, words = pretrain(*own, name="minr", own=[]), [*TINY[8:], "--data", str(folder)]
     state, tokens = minr["model"], minr["model"]["encoder.extra_tokens"]
@@ -111,7 +111,7 @@ def test_what_pooling_is_possible():
 @pytest.mark.parametrize("pool", ["mean", "token", "extra", "joined"])
 @pytest.mark.parametrize("probe", [False, True])
 def test_what_is_trained(probe, pool):
-    """Everything that is used, including positions; or, in a probe, only the head."""
+    """Everything that is used is trained, including positions; in a probe, only the head is."""
     model = classifier(probe=probe, pool=pool, extra_tokens=2 * (pool in ("extra", "joined")))
     model(torch.randn(4, 3, 16, 24), torch.tensor([0, 1, 2, 0]))[0].backward()
     moved = {n for n, p in model.named_parameters() if p.grad is not None}
@@ -152,7 +152,7 @@ def test_smoothing_and_probabilities():
 
 
 def test_each_layer_has_its_learning_rate(tune, spy):
-    """It is scaled in each step. Which parameters have which: tests/references.py."""
+    """Each step scales the learning rate by each layer's factor. (Factors: tests/references.py.)"""
     steps = spy(torch.optim.AdamW, "step", lambda optimizer: [
         (g["lr"], g["lr_factor"], g["weight_decay"]) for g in optimizer.param_groups])
     tune("--lr", "0.1", "--layer_decay", "0.5", "--weight_decay", "0.3", "--warmup_epochs", "0")
@@ -165,7 +165,7 @@ def test_each_layer_has_its_learning_rate(tune, spy):
 
 
 def test_groups_do_not_depend_on_weight_decay():
-    """A resumed run may change weight decay. Adam's moments are matched to parameters by order."""
+    """Adam's moments go by the order of parameters, and a resumed run may change weight decay."""
     model = classifier()
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))
@@ -183,7 +183,7 @@ def test_finetuning_and_probing_learn(tune, folder):
     split = train.open_data(str(folder), None, settings())[1]
     assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
     content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
-    before = train.read_checkpoint("runs/mae/last.pt")["model"]       # which does not change
+    before = train.read_checkpoint("runs/mae/last.pt")["model"]       # unchanged
     encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
     assert row["top1"] > 90 and "encoder.norm.weight" in encoder
     assert same(encoder, {name: before[name] for name in encoder})
@@ -194,7 +194,7 @@ def test_finetuning_and_probing_learn(tune, folder):
     ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
     (None, "scratch", "shapes", 1.0, "scratch_shapes")])
 def test_names_of_runs(tmp_path, checkpoint, mode, data, labels, name):
-    """A run is named after checkpoint and mode; from scratch, which needs none, after the data."""
+    """A run is named after its checkpoint and mode or, from scratch, after its data."""
     args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
     assert finetune.run_name(args, "shapes") == name
     args.checkpoint, args.mode, args.data, args.labels = tmp_path / "mae.5", "knn", "shapes", 1
@@ -203,8 +203,8 @@ def test_names_of_runs(tmp_path, checkpoint, mode, data, labels, name):
 
 
 def test_starts(folder, tune):
-    """A run starts from the encoder, with the data, and with the checkpoint's or other positions;
-    from scratch it starts with neither."""
+    """A run takes the encoder, the data and resized positions from its checkpoint. A run from
+    scratch takes none of them."""
     finetune.main(["--mode", "scratch", "--data", str(folder), *TINY, "--epochs", "0"])
     finetune.main("--checkpoint runs/mae --img_size 24,32 --epochs 0 --batch_size 8".split())
     mae, tuned, scratch = (train.read_checkpoint(f"runs/{name}") for name in (
@@ -232,8 +232,8 @@ def test_small_images_and_encoders(tune, words, wanted):
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
 def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
-    """The numbers are those from training, also with --data of the same classes; no file is new.
-    With --amp bf16 scores are rounded. What is printed counts the images."""
+    """Evaluation gives the numbers from training, also with --data of the same classes, and writes
+    no file. With --amp bf16, scores are rounded. The output counts the images."""
     row, before = tune("--mode", mode, "--lr", "0.01")[1], sorted(Path().rglob("*"))
     kinds = spy(torch.Tensor, "topk", lambda scores, k: scores.dtype)
     for more in ([], ["--data", str(folder)], ["--amp", "bf16", "--eval_images", "4"]):
@@ -247,9 +247,9 @@ def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
 
 
 def test_nearest_neighbours_by_hand(spy):
-    """Votes of four neighbours, exp(cosine / 0.07) each, from mean patch tokens of unit length.
-    Under autocast only the model computes in 16 bits."""
-    model = classifier(probe=True, norm=True).eval()       # it also seeds
+    """Each of four neighbours votes with exp(cosine / 0.07), computed from mean patch tokens of
+    unit length. Under autocast, only the model computes in 16 bits."""
+    model = classifier(probe=True, norm=True).eval()       # this also seeds
     images, labels = random_images(9), torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2])
     query, found, wanted = images[:1] // 2 * 2, [], torch.zeros(3)
     tokens = model.encoder(normalize(torch.cat([images, query]), model))[:, 1:].mean(1)
@@ -259,7 +259,7 @@ def test_nearest_neighbours_by_hand(spy):
                  lambda x, k: (x.dtype, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")             # as start_processes does on a GPU
     for dtype in (torch.float32, torch.bfloat16):
-        args = settings(k=4, dtype=dtype, eval_images=2)   # of the images to validate on
+        args = settings(k=4, dtype=dtype, eval_images=2)   # does not limit the neighbours
         score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
         with train.autocast(args):                         # as evaluate calls it
             found += score(query)
@@ -269,7 +269,7 @@ def test_nearest_neighbours_by_hand(spy):
 
 
 def test_evaluation(tune, spy, capsys):
-    """In eval mode, a mean over at most --eval_images. The largest class is that of all."""
+    """Encoders are evaluated in eval mode, on at most --eval_images images."""
     seen = spy(Classifier, "features", lambda self, images: (self.training, self.pool))
     neighbours = spy(finetune, "knn", lambda model, train, args, size: args.k)
     counts = spy(finetune, "mean_over_processes", lambda sums, n, args: n)
@@ -293,8 +293,8 @@ def test_final_norm_of_a_frozen_encoder(tune, monkeypatch):
 
 
 def test_few_labels(tune, tmp_path, capsys, spy):
-    """A fraction of each class's images, at least one. Validation is rarer, so that it covers no
-    more images than training."""
+    """--labels keeps a fraction of each class's images, at least one. Validation is rarer, so that
+    it covers no more images than training."""
     for part, n in (("train", 20), ("val", 4)):
         write_pictures(tmp_path / "data" / part, "abc", n)
     for name in [*(f"b/{i}" for i in range(10)), *(f"c/{i}" for i in range(18))]:
@@ -336,9 +336,9 @@ def test_flags_do_something(tune):
 
 
 def test_files_are_cropped(tune, spy):
-    """At random, as images in memory are."""
+    """Images in files are cropped at random, as those in memory are."""
     seen = spy(Classifier, "forward", lambda self, images, _: images.sum((1, 2, 3)).sort()[0])
-    tune("--img_size", "8", "--batch_size", "40")          # twice all images, larger than 8 pixels
+    tune("--img_size", "8", "--batch_size", "40")          # two steps with all images, in files
     assert not torch.allclose(*seen)
 
 
@@ -351,8 +351,8 @@ def augmented(images, **more):
 
 
 def test_augmentation_of_an_image(spy):
-    """RandAugment of two operations with the given magnitude, then an erased rectangle of the mean
-    colour, drawn for each image by its seed."""
+    """An image's seed draws two RandAugment operations, of the given magnitude, and a rectangle
+    that is filled with the mean colour."""
     drawn, images = spy(finetune.v2, "RandAugment", lambda *words: words), random_images(12)
     (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
     half, _ = augmented(images, erasing=0.5)
@@ -372,7 +372,7 @@ def test_augmentation_of_an_image(spy):
 @pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(mixup=1e3),
                                   dict(cutmix=1.0)])
 def test_mixed_images(more):
-    """Labels are mixed with the same weight as images or, by CutMix, as pixels."""
+    """Labels get the weights of the images or, in CutMix, the fractions of their pixels."""
     images, labels = random_images(12), torch.arange(12) % 3
     data, make_inputs = augmented(images, **more)
     mixed, targets = make_inputs(images, labels)
@@ -396,7 +396,7 @@ def test_mixup_and_cutmix_take_turns(spy):
 
 
 def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
-    """An MAE is fine-tuned, and classifiers of both poolings are evaluated or continued."""
+    """MAEs can be fine-tuned; classifiers of both poolings can be evaluated and trained further."""
     monkeypatch.chdir(tmp_path)
     mae, fixture = (load(ROOT / f"tests/golden/{x}.pt") for x in ("mae", "finetune_avg"))
     write_pictures(tmp_path / "ten/train", "abcdefghij", 1)
@@ -426,7 +426,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
         assert row == pytest.approx(wanted) and 0 < row["top5"] < 100
     refused(finetune.main, "--mode eval --checkpoint x.pth --heads 4".split(),
             "x.pth does not say which data it was trained on: pass --data")
-    finetune.main([*words, "--name", "b"])                 # keeps a head of this size
+    finetune.main([*words, "--name", "b"])                 # a head of this size is kept
     assert same(train.read_checkpoint("runs/b")["model"], from_released(tuned))
 
 
@@ -434,12 +434,12 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused, capsys):
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
 def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
-    """Also where workers draw, and mixing and drop path in the process itself. Another checkpoint
-    would change nothing."""
+    """A resumed run continues all random numbers, in workers and in the process itself. Another
+    --checkpoint would change nothing."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
-        tune(*words, "--patch_size", "4", name="stopped")  # the encoder's, too
+        tune(*words, "--patch_size", "4", name="stopped")  # as the encoder has it
     resumed, _ = tune(*words, "--checkpoint", "runs/mae", "--resume", name="stopped")
     assert "note    checkpoint runs/mae/last.pt is kept" in capsys.readouterr().out
     assert resumed["flags"]["checkpoint"] == "runs/mae/last.pt"
@@ -447,7 +447,7 @@ def test_a_resumed_run_is_the_same(tune, monkeypatch, capsys, mode, words):
 
 
 def alike(_, *words):
-    """Run finetune.py, which must score images alike on both processes."""
+    """Run finetune.py, and assert that both processes score images alike."""
     evaluate = finetune.evaluate
 
     def compared(score, *inputs):
@@ -463,7 +463,7 @@ def alike(_, *words):
 
 def test_two_processes(tune, folder):
     """Neighbours, training and validation give what one process gives. A probe's BatchNorm sees
-    half a batch, and is validated with the statistics that are saved."""
+    half a batch in each, but both validate with the saved statistics."""
     common = ["--data", folder, "--checkpoint", "runs/mae/last.pt", "--workers", "0"]
     words = [*common, *TINY[8:], "--name", "two"]
     neighbours = ["--mode", "knn", "--k", "3", "--labels", "0.2"]

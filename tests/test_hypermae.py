@@ -1,5 +1,5 @@
 """What is special to HyperMAE: coordinates and features as in MINR, a layer that is predicted, and
-blocks that encoder and Feat2W share. The modulated MLP: tests/references.py."""
+blocks that encoder and Feat2W share. (tests/references.py checks the modulated MLP.)"""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from train import method_arguments
 
 
 def test_minr_has_the_same_coordinates_and_features():
-    """Both files define them: a change of one must be made in the other."""
+    """Both files define these functions: a change of one must be made in the other."""
     coords = hypermae.grid_coords((5, 7))
     assert torch.equal(coords, minr.grid_coords((5, 7)))
     assert torch.allclose(coords.view(5, 7, 2)[3, 4], torch.tensor([0.4, 2 / 7]))
@@ -23,8 +23,8 @@ def test_minr_has_the_same_coordinates_and_features():
 
 @pytest.mark.parametrize("loss_on", ["masked", "all"])
 def test_coordinates(loss_on, spy):
-    """Row and column of the predicted patches, in a grid of 4 x 6. They are float32 under autocast,
-    too: at 1,024 periods per image, bfloat16 would make them noise."""
+    """Coordinates are row and column of the predicted patches, in a grid of 4 x 6. They are float32
+    even under autocast: at 1,024 periods per image, bfloat16 would make them noise."""
     seen = spy(HyperMAE, "decode", lambda self, coords, M: coords)
     dtypes = spy(hypermae, "fourier_features", lambda coords, dim, sigma: coords.dtype)
     model, (images, noise) = build("hypermae", loss_on=loss_on), images_and_noise()
@@ -40,9 +40,8 @@ def test_coordinates(loss_on, spy):
 
 
 def test_shared_blocks():
-    """The encoder keeps its blocks, Feat2W has the others. Weight tokens enter at the first shared
-    block, where visible tokens attend to them. Encoder and Feat2W have different numbers of blocks.
-    """
+    """The encoder keeps its blocks, and Feat2W has the others. Weight tokens enter at the first
+    shared block, where visible tokens attend to them."""
     for shared in (0, 1, 2):
         model = build("hypermae", shared_blocks=shared, depth=4)
         images, noise = images_and_noise()
@@ -57,6 +56,6 @@ def test_shared_blocks():
 
 
 def test_defaults_of_the_release():
-    """Those that the paper does not give; and normalised targets (item 6)."""
+    """Defaults that the paper does not give are the release's. Targets are normalised (item 6)."""
     wanted = dict(norm_pix_loss=True, pe_dim=128, pe_sigma=1024.0, out_bias=0.5, shared_blocks=0)
     assert wanted.items() <= method_arguments(HyperMAE).items()

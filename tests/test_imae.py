@@ -22,7 +22,7 @@ def pair_and_noise(B=3):
 
 
 def test_partners_of_another_batch():
-    """They would be broadcast unseen. tests/references.py checks mixtures."""
+    """A smaller batch of partners, which would be broadcast silently, raises an error."""
     x, y, _ = pair_and_noise()
     with pytest.raises(ValueError, match="^partners are .*, but images "):
         build("imae").mix_images(x, y[:1], 0.3)
@@ -30,7 +30,7 @@ def test_partners_of_another_batch():
 
 @pytest.mark.parametrize("options", [{}, dict(branches=1), dict(norm_pix_loss=True)])
 def test_unmix_decodes_what_the_loss_compares(options):
-    """Each branch's image, with that image. The loss itself: tests/references.py."""
+    """For each branch, unmix returns the image that the loss compares with the original."""
     model, (x, y, noise) = build("imae", **options), pair_and_noise()
     for alpha in (0.2, 0.51, torch.tensor([0.2, 0.5, 0.7])):
         _, parts = model(x, noise, y, alpha)
@@ -47,7 +47,7 @@ def test_unmix_decodes_what_the_loss_compares(options):
 
 
 def test_bare_call():
-    """Each partner is the image before, and alpha is drawn from Beta(beta, beta)."""
+    """By default, each partner is the image before, and alpha is drawn from Beta(beta, beta)."""
     model, (images, noise), losses = build("imae", beta=3.0), images_and_noise(), []
     for rest in (lambda: (), lambda: (images.roll(1, 0), torch.distributions.Beta(3, 3).sample())):
         torch.manual_seed(5)
@@ -58,8 +58,8 @@ def test_bare_call():
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_starts_from_an_mae(branches):
-    """An MAE's decoder embedding becomes that of all branches (item 6), so that both predict the
-    same for unmixed images. By default all decoder sizes are MAE's."""
+    """An MAE's decoder embedding becomes that of all branches (item 6), so that both models predict
+    the same for unmixed images. By default, all decoder sizes are MAE's."""
     mae, model = MAE(**SMALL, **DECODER), build("imae", branches=branches, norm_pix_loss=True)
     ours, theirs = train.method_arguments(IMAE), train.method_arguments(MAE)
     assert all(ours[key] == theirs[key] for key in DECODER)
@@ -71,7 +71,7 @@ def test_starts_from_an_mae(branches):
 
 
 def test_unmix():
-    """Both images, every patch predicted; masked pixels of neither are seen."""
+    """unmix predicts every patch of both images, and does not see their masked pixels."""
     model, (x, y, noise) = build("imae"), pair_and_noise()
     decoded, mask = model.unmix(x, y, 0.3, noise)
     masked = model.encoder.pixels_of(mask)
@@ -84,7 +84,7 @@ def test_unmix():
 
 
 def test_leak_free_images_know_only_the_mixture():
-    """Two pairs with the same mixture give the same images, whatever they are made of."""
+    """With leak_free, two pairs of images with the same mixture give the same predictions."""
     model, (x, y, noise) = build("imae", norm_pix_loss=True), pair_and_noise()
     for leak_free in (True, False):
         a, b = (model.unmix(*pair, 0.5, noise, leak_free=leak_free)[0]
@@ -109,8 +109,8 @@ def test_ridge_r2():
 
 @pytest.mark.parametrize("branches, teacher", [(1, TEACHER), (2, TEACHER), (2, None)])
 def test_measures(branches, teacher, spy):
-    """A row for each alpha, with an R^2 for each branch where there is a teacher: fitted on the
-    training images, scored on the others."""
+    """Each alpha has a row. With a teacher, a row has R^2 for each branch, fitted on the training
+    images and scored on the others."""
     sizes = spy(imae, "ridge_r2", lambda *latents: [len(z) for z in latents])
     images, model = images_and_noise(18)[0], build("imae", branches=branches, teacher=teacher)
     measures = model.measures(images[:8], images[8:])
@@ -128,8 +128,8 @@ def test_measures(branches, teacher, spy):
 
 
 def test_measures_find_what_exists():
-    """Images are noise here, so that untrained latents of a mixture tell more of the dominant image
-    than of the other. PSNR is computed by hand."""
+    """Images are noise here, so untrained latents of a mixture tell more of the dominant image than
+    of the other. PSNR equals one computed by hand."""
     images = torch.randn(300, 3, 16, 24, generator=torch.Generator().manual_seed(4))
     model, val = build("imae", teacher=TEACHER), images[200:]
     decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, model.same_noise(val))
@@ -139,19 +139,19 @@ def test_measures_find_what_exists():
     row = [*model.measures(images[:200], val).values()][0][3]
     assert row["alpha"] == 0.2 and abs(row["psnr"] - wanted) < 1e-3
     fit, score = (model.latents(z, 0.2, ("subordinate", "dominant")) for z in (images[:200], val))
-    for source in ("mixed", "control"):                    # both have seen only the mixture
+    for source in ("mixed", "control"):                    # computed from the mixture alone
         assert row[f"{source} subordinate"] < row[f"{source} dominant"] < 0.95
         for name in ("subordinate", "dominant"):
             x, y = ((z[source], z[f"teacher {name}"]) for z in (fit, score))
             assert row[f"{source} {name}"] == pytest.approx(ridge_r2(*x, *y))
 
     model.teacher["encoder"], model.teacher["decoder_embed"] = model.encoder, model.decoder_embed[0]
-    row = [*model.measures(images[:200], val).values()][0][0]          # 0.95 of the dominant one
+    row = [*model.measures(images[:200], val).values()][0][0]          # weights 0.05 and 0.95
     assert row["branch dominant"] > 0.9 > 0.3 > row["branch subordinate"]
 
 
 def test_latents_of_many_images():
-    """Each is mixed with its predecessor, also across the pieces of 250. 12 patches are visible."""
+    """Each image is mixed with the one before it, also across the pieces of 250 images."""
     model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
     whole, end = (model.latents(x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
     assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
@@ -160,7 +160,7 @@ def test_latents_of_many_images():
 
 
 def test_figure():
-    """Each alpha has a row: mixture, masked, prediction, with visible patches, two targets."""
+    """Each alpha has a row: mixture, masked, predicted, visible patches copied in, two targets."""
     model, (images, _) = build("imae"), images_and_noise()
     _, rows = model.figures(images[:2])["unmix"]
     assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
@@ -227,7 +227,7 @@ def colour(images):
     return images[:, ::2].mean((2, 3)).argmax(1)
 
 
-@pytest.mark.parametrize("size, weight", [("16", 0.0), ("8", 1.0)])    # in memory; files
+@pytest.mark.parametrize("size, weight", [("16", 0.0), ("8", 1.0)])    # in memory, in files
 def test_pairs_of_a_run(size, weight, pretrain, spy):
     seen = spy(IMAE, "forward", lambda self, images, noise, *rest: (images, *rest))
     words = ["--method", "imae", "--img_size", size, "--patch_size", "4", "--same_class", "0.25"]
@@ -241,8 +241,8 @@ def test_pairs_of_a_run(size, weight, pretrain, spy):
 
 
 def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
-    """From an MAE of ours or a released one. It stays as it is, and is in the student's checkpoint.
-    With --init an MAE also initialises the branches."""
+    """The teacher is an MAE of ours or a released one. It does not change, and is saved in the
+    student's checkpoint. With --init, an MAE also initialises the branches."""
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
     mae = pretrain(*micro)
     torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
@@ -263,7 +263,7 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
 
 
 def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch, capsys):
-    """The same pairs, alphas and latents. The teacher stays."""
+    """A run that is resumed or has two processes uses the same pairs, alphas and teacher."""
     pretrain()
     words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--same_class", "0.5", "--epochs",
              "3", "--optimizer", "sgd", "--lr", "0.1", "--accum", "2"]

@@ -1,6 +1,6 @@
-"""What every method in train.METHODS promises, including one of your own: the interface, that it
-learns, that masked pixels do not leak. What only the five promise: golden numbers, recipes, that
-each option does something. What only one promises is in its own file, its cost in test_bench.py."""
+"""Tests of every method in train.METHODS, including your own: its interface, that it learns, that
+masked pixels do not leak. Some are for the five methods only: golden numbers, recipes, that each
+option does something. (What is special to one method has a file of its own.)"""
 
 import copy
 import math
@@ -26,7 +26,7 @@ SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads
              mask_ratio=0.75)
 DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
 TEACHER = dict(dim=12, depth=1, heads=2)
-BASE = defaultdict(dict, {  # arguments that keep them small
+BASE = defaultdict(dict, {  # arguments that keep the models small
     "mae": DECODER,
     "crossmae": DECODER,
     "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
@@ -82,7 +82,7 @@ def inputs_of(model):
 
 
 def loss_of(model, images, noise):
-    """Return the loss as a function of only these: pairs get a fixed partner and weight."""
+    """Return the loss of these arguments. Methods of pairs get a fixed partner and weight."""
     pairs = (images.roll(1, 0), 0.3) if hasattr(model, "pairs") else ()
     return model(images, noise, *pairs)[0]
 
@@ -130,7 +130,7 @@ def fake_gpu():
 
 @cases
 def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
-    """With fake tensors: everything is on one device, and nothing waits for a value."""
+    """On fake tensors, everything is on one device, and nothing waits for a value."""
     needs_two = {"feature_maps", "shared_blocks"} & options.keys()
     model = build(name, depth=2 if needs_two else 1, **options)
     images, noise = inputs_of(model)
@@ -144,7 +144,7 @@ def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
 
 
 def test_a_step_waits_for_nothing():
-    """On the device whose tensors have no values."""
+    """A training step runs on the device "meta", whose tensors have no values."""
     model, inputs = build("mae").to("meta"), [x[:2].to("meta") for x in images_and_noise()]
     args = settings(accum=2, clip_grad=1, same_draws=True)
     train.train_step(model, torch.optim.AdamW(model.parameters()),
@@ -155,9 +155,9 @@ def test_a_step_waits_for_nothing():
 
 @methods
 def test_noise_and_masks(name):
-    """None draws a new mask each time. Noise only decides which patches are visible: a bool mask,
-    True = masked, of the same patches gives the same results. A bool mask with another number of
-    visible patches than mask_ratio gives is refused; other zeros and ones are noise."""
+    """Noise None draws a new mask each time. Noise only decides which patches are visible, so a
+    bool mask (True = masked) of the same patches gives the same results. A bool mask with another
+    number of visible patches is refused; zeros and ones of another dtype are noise."""
     model, (images, noise), losses = build(name), images_and_noise(), []
     for draw in (lambda: None, lambda: mask_noise("random", 3, model.encoder.grid)):
         torch.manual_seed(2)
@@ -181,7 +181,7 @@ def test_noise_and_masks(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_export_takes_any_batch(name):
-    """Exported with two images, encoder, decoder and pasting give the same for five."""
+    """Encoder, decoder and pasting, exported with two images, give the same results for five."""
     model, inputs, batch = build(name), images_and_noise(5), {0: torch.export.Dim("batch")}
     model.forward = model.reconstruct
     program = torch.export.export(model, tuple(x[:2] for x in inputs), strict=False,
@@ -199,7 +199,7 @@ def test_every_argument_is_tested(name):
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
 def test_each_option_changes_what_it_names(name, options):
-    """The loss differs, although all parameters that both models have are equal."""
+    """The loss differs although all parameters that both models have are equal."""
     base, model = build(name), build(name, **options)
     shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
     images, noise = images_and_noise()
@@ -214,8 +214,8 @@ def test_each_option_changes_what_it_names(name, options):
 
 @cases
 def test_no_leak_from_masked_pixels(name, options):
-    """With norm_pix_loss the true patch's mean and variance would leak, hence leak_free. Visible
-    patches are predicted, too."""
+    """Predictions depend on visible pixels only, with leak_free: otherwise, norm_pix_loss uses the
+    true patch's mean and variance. Visible patches are also predicted."""
     model = build(name, **options)
     images, noise = inputs_of(model)
     masked = model.encoder.pixels_of(model.encoder.mask(images, noise, model.mask_ratio)[2]).bool()
@@ -229,8 +229,8 @@ def test_no_leak_from_masked_pixels(name, options):
 
 
 def misplacement(model, images, noise):
-    """Return how much more a visible patch changes another patch's prediction than its own: the
-    largest mean ratio, where the other patch is one, two ... places further on."""
+    """Return the largest mean change of the prediction one, two ... places after a changed visible
+    patch, relative to the change of its own prediction."""
     ids_keep, _, mask = model.encoder.mask(images, noise, model.mask_ratio)
     p, grid, L = model.encoder.patch_size, model.encoder.grid, mask.shape[1]
     base, changes = patchify(model.reconstruct(images, noise, leak_free=True)[0], p), []
@@ -248,9 +248,9 @@ def misplacement(model, images, noise):
 @pytest.mark.parametrize("name", [
     name for name in METHODS if name not in ("crossmae", "hypermae", "minr")])
 def test_each_prediction_is_in_its_place(name):
-    """Fails, for example, if the class token is not dropped, so that each patch gets the one before
-    it. It cannot fail for the three methods whose decoder has no tokens of visible patches: there a
-    patch changes all predictions alike. (For them: test_loss_is_the_mean_over_patches.)"""
+    """A patch changes its own prediction most, unless, for example, the class token is not dropped.
+    The three methods left out have no tokens of visible patches in the decoder: there a patch
+    changes all predictions alike. (For them see test_loss_is_the_mean_over_patches.)"""
     model, (images, noise) = build(name), images_and_noise(24)
     assert misplacement(model, images, noise) < 1.5, "predictions belong to other patches"
 
@@ -261,7 +261,7 @@ def test_each_prediction_is_in_its_place(name):
     *[("minr", dict(loss_on=where, hypernetwork=kind)) for where in ("all", "masked")
       for kind in ("ginr", "transinr")]])
 def test_loss_is_the_mean_over_patches(name, options):
-    """Over masked patches or, with loss_on, over all."""
+    """The loss is the mean over masked patches or, with loss_on, over all patches."""
     model, (images, noise) = build(name, **options), images_and_noise()
     (decoded, mask), target = model.reconstruct(images, noise), patchify(images, 4)
     pred = patchify(decoded, 4)
@@ -298,7 +298,7 @@ def test_one_batch_overfits(name):
     first = loss_of(model, images, noise).item()
     for _ in range(300):
         loss = loss_of(model, images, noise)
-        if loss < 0.4 * first:                             # an L1 loss gets there, too
+        if loss < 0.4 * first:                             # an L1 loss also gets there
             return
         optimizer.zero_grad()
         loss.backward()
@@ -311,8 +311,8 @@ def test_one_batch_overfits(name):
 @pytest.mark.parametrize("name, options", [
     *[(n, {}) for n in METHODS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
 def test_a_call_changes_nothing(name, options):
-    """The module keeps no state, in buffers or attributes. The loss is float32 under autocast and,
-    in the five, also if the model is in bfloat16 or float64."""
+    """A call changes no buffers and no attributes. The loss is float32 under autocast and, for the
+    five methods, even if the model is in bfloat16 or float64."""
     model, (images, noise) = build(name, **options).eval(), images_and_noise()
     state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
     loss = loss_of(model, images, noise)
@@ -353,7 +353,7 @@ IMPOSSIBLE = {  # the message names the first one
     *[(n, options) for n in METHODS
       for options in (dict(heads=3), dict(heads=0), dict(img_size=30), dict(mask_ratio=0.99))]])
 def test_impossible_options(name, options):
-    """Some are refused by the constructor, a mask ratio at the first call."""
+    """The constructor refuses impossible options, the first call an impossible mask ratio."""
     argument = next(iter(options)).removeprefix("decoder_")
     with pytest.raises(InputError, match=argument):
         build(name, **options)(images_and_noise()[0])
@@ -366,8 +366,8 @@ def flags(options):
 
 @methods
 def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
-    """train.py writes a run, load returns its model, finetune.py takes its encoder; the accuracy of
-    the nearest neighbour is computed by hand."""
+    """train.py writes a run, load_model returns its model, and finetune.py takes its encoder. The
+    nearest neighbour's accuracy equals one computed by hand."""
     content = pretrain("--method", name, "--img_size", "16,24", name=name, own=flags(BASE[name]))
     assert all(math.isfinite(v) for v in content["history"][1].values())
     model = train.load_model(f"runs/{name}/last.pt")
@@ -385,13 +385,13 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     nearest = (features[1] @ features[0].T).argmax(1)
     right = splits[0].labels[nearest] == splits[1].labels
     assert row["top1"] == pytest.approx(100 * right.float().mean().item())
-    assert "newly initialised" not in capsys.readouterr().out          # no norm that it lacks
+    assert "newly initialised" not in capsys.readouterr().out          # not even a norm
 
 
 @methods
 def test_what_finetuning_reads_is_trained(name):
-    """The tokens that finetune.py pools by default leave the last block with a gradient of the
-    pretraining loss."""
+    """The pretraining loss has a gradient at those tokens, after the last block, that finetune.py
+    pools by default."""
     model, (images, noise) = build(name), images_and_noise()
     extra = count_extra_tokens(model.state_dict())
     tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
@@ -413,7 +413,7 @@ def test_what_finetuning_reads_is_trained(name):
 
 @methods
 def test_the_seed_is_the_run(name, pretrain):
-    """Two runs are equal, also if one computes its batches in pieces."""
+    """Two runs with one seed are equal, even if one computes its batches in pieces."""
     words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1"]
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
@@ -430,7 +430,7 @@ def test_the_seed_is_the_run(name, pretrain):
 def test_initial_weights(name, tokens):
     """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Linear
     layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
-    mixing weights (test_crossmae.py) and MINR's to_columns, which have PyTorch's default."""
+    mixing weights (test_crossmae.py) and MINR's to_columns (PyTorch's default)."""
     decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
     model = build(name, dim=512, depth=1, **decoder)
     others = "to_columns", "wfm", "encoder.patch_embed"
@@ -452,7 +452,7 @@ def test_initial_weights(name, tokens):
     ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
     ("minr", dict(hypernetwork="transinr"), False), ("imae", dict(teacher=TEACHER), False)])
 def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
-    """Without graph breaks, and once: other images, masks and weights alpha need no new graph."""
+    """No graph breaks, and other images, masks and weights alpha need no new graph."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -497,6 +497,6 @@ MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, batch_size=32,
         schedule="constant", warmup_epochs=0, epochs=400, crop=0.75, flip=True), {})])
 def test_recipes_and_defaults_are_the_papers(name, recipe, defaults):
-    """Defaults: MAE Table 1, CrossMAE A.6. (MINR's: in its own file.)"""
+    """Defaults are from MAE's Table 1 and CrossMAE's A.6. (test_minr.py has MINR's.)"""
     assert METHODS[name].recipe == recipe
     assert {**defaults, "mask_ratio": 0.75}.items() <= method_arguments(METHODS[name]).items()

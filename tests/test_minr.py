@@ -11,8 +11,8 @@ from tests.test_methods import build, images_and_noise
 
 @pytest.mark.parametrize("kind", ["ginr", "transinr"])
 def test_render_is_the_reconstruction(kind):
-    """At the model's size exactly, at any mask ratio; at three times the size, in the middle of
-    each pixel; and other sizes work."""
+    """Rendering equals the reconstruction at the model's size, at any mask ratio, and in the middle
+    of each pixel at three times the size. Other sizes work."""
     model, (images, noise) = build("minr", hypernetwork=kind), images_and_noise()
     native = model.render(images, (16, 24), noise)
     assert torch.equal(native, model.reconstruct(images, noise)[0])
@@ -26,7 +26,7 @@ def test_render_is_the_reconstruction(kind):
 
 @pytest.mark.parametrize("visible_only", [False, True])
 def test_what_the_hypernetwork_reads(visible_only):
-    """All patches, with masked ones set to zero; or only the visible ones."""
+    """The encoder gets all patches, with masked ones set to zero, or only the visible ones."""
     model, (images, noise) = build("minr", encode_visible_only=visible_only), images_and_noise()
     ids_keep, _, mask = model.encoder.mask(images, noise, 0.75)
     zeroed = images * (1 - model.encoder.pixels_of(mask))
@@ -40,7 +40,7 @@ def test_what_the_hypernetwork_reads(visible_only):
 
 
 def test_bfloat16_keeps_high_frequencies(monkeypatch, spy):
-    """Phases reach pi sigma, so in bfloat16 they would be noise. All hidden layers use it."""
+    """Phases reach pi sigma and would be noise in bfloat16. All hidden layers use bfloat16."""
     model, (images, noise) = build("minr", ff_dim=16, ff_sigma=1024.0), images_and_noise()
     whole, seen = model.reconstruct(images, noise)[0], spy(F, "relu", lambda x: x.dtype)
 
@@ -50,18 +50,18 @@ def test_bfloat16_keeps_high_frequencies(monkeypatch, spy):
         assert off(images) < 0.05
         ids_keep, _, mask = model.encoder.mask(images, noise, 0.75)
         layers = model.modulate(model.encode(images, ids_keep, mask))
-        assert model.decode(torch.zeros(4, 2), layers).dtype == torch.float32   # as colours are
+        assert model.decode(torch.zeros(4, 2), layers).dtype == torch.float32   # of colours
     assert {*seen} == {torch.bfloat16}                     # biases promote no hidden layer
     model.bfloat16()
     assert off(images.bfloat16()) < 0.05
     monkeypatch.setattr(minr, "fourier_features", lambda coords, dim, sigma: fourier_features(
-        coords.bfloat16(), dim, sigma))                    # 24 columns are already too fine for it
+        coords.bfloat16(), dim, sigma))                    # which is too coarse for 24 columns
     assert off(images.bfloat16()) > 0.2
 
 
 def test_pixels_of_a_training_step(spy):
-    """pixel_fraction renders so many different ones. coord_jitter moves each coordinate within its
-    pixel. In evaluation all are rendered, in the middle."""
+    """pixel_fraction renders this fraction of the pixels, none twice. coord_jitter moves each
+    coordinate within its pixel. In evaluation, all pixels are rendered, in their middle."""
     seen = spy(MINR, "decode", lambda self, coords, layers: coords)
     images, noise = images_and_noise()
     for fraction, count in ((0.25, 96), (0.3, 116)):       # of 384, rounded up
@@ -78,8 +78,7 @@ def test_pixels_of_a_training_step(spy):
 
 @pytest.mark.parametrize("loss_on", ["all", "masked"])
 def test_parts_of_a_batch(loss_on):
-    """The mean loss of a batch's parts is its loss, also if they render a fraction of the pixels.
-    """
+    """The mean loss of a batch's parts is its loss, even if they render only some of the pixels."""
     model = build("minr", pixel_fraction=0.3, loss_on=loss_on)
     images, noise = images_and_noise(6)
     parts = []
@@ -94,8 +93,8 @@ def test_parts_of_a_batch(loss_on):
 
 @pytest.mark.parametrize("kind, groups, sigma", [("ginr", 256, 128.0), ("transinr", 64, 1024.0)])
 def test_defaults(kind, groups, sigma):
-    """A 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of width 256; and the
-    release's values for each hypernetwork."""
+    """By default, MINR has a 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of
+    width 256, and the release's values for each hypernetwork."""
     model = MINR(hypernetwork=kind)
     tokens = {1: 256} if kind == "ginr" else {**dict.fromkeys(range(4), 64), 4: 3}
     assert model.tokens_per_layer == tokens
@@ -110,7 +109,7 @@ def test_defaults(kind, groups, sigma):
 
 
 def test_initial_weights():
-    """Of GINR's shared factor N(0, 1/(g a)); elsewhere uniform, up to 1/sqrt(outputs) (item 9)."""
+    """GINR's shared factor is N(0, 1/(g a)), others are uniform up to 1/sqrt(outputs) (item 9)."""
     model = MINR(16, 4, 3, 16, 1, 1, modulated_layers=(0,), groups=64, ff_dim=32)
     assert model.weights[0].shape == (64, 256) and model.weights[-1].shape == (256, 3)
     assert model.weights[0].std().item() == pytest.approx((64 * 64) ** -0.5, rel=0.05)
@@ -118,7 +117,7 @@ def test_initial_weights():
 
 
 def test_figure():
-    """Rendered at four times the size, beside the model's size upscaled bicubically."""
+    """The figure shows images at four times the size, beside bicubically upscaled ones."""
     model, (images, _) = build("minr"), images_and_noise()
     _, rendered = model.figures(images)["rendered"]
     assert rendered.shape == (3, 2, 3, 64, 96)

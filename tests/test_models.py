@@ -1,4 +1,4 @@
-"""The trained models in tests/models/: a change of the code that breaks old checkpoints is seen."""
+"""The trained models in tests/models/ show whether a change of the code breaks old checkpoints."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_all_methods_are_there():
 
 @pytest.mark.parametrize("name, psnr, top1, top5", ROWS)
 def test_numbers(name, psnr, top1, top5, tmp_path, monkeypatch):
-    """PSNR and 20-NN are as stored. The weights are in half precision, and all are finite."""
+    """PSNR and 20-NN are as in tests/models/README.md. Weights are in half precision and finite."""
     for value in train.read_checkpoint(MODELS / f"{name}.pt")["model"].values():
         assert value.dtype == torch.float16 and value.isfinite().all()
     monkeypatch.setattr(train, "save_picture", lambda *_: None)        # writes no files

@@ -1,4 +1,4 @@
-"""The README: its Python runs, its links lead somewhere, its commands run in their order."""
+"""The README: its Python runs, its links lead somewhere, its commands can run in their order."""
 
 import ast
 import inspect
@@ -41,8 +41,8 @@ def test_python(pretrain, folder, monkeypatch):
 
 
 def test_forks(pretrain, monkeypatch):
-    """Both examples train, and are evaluated, by the commands; the first has MAE's flags, and mixes
-    the maps by its weights. A method may have flags and metrics of its own, and a bool mask."""
+    """The commands train and evaluate both examples. The first has MAE's flags, and mixes the maps
+    by its weights. A method may have flags and metrics of its own, and a bool mask."""
     names = {"__name__": "interblock", "vit": vit}
     exec(INTER_BLOCK, names)
     exec(SIMMIM, names)
@@ -117,7 +117,7 @@ def test_timm(tmp_path, monkeypatch):
 
 def test_commands_and_links(monkeypatch):
     scripts, flags, runs = {"train": train, "finetune": finetune}, {"--out"}, set()
-    for script in scripts.values():                        # which only parse
+    for script in scripts.values():                        # they only parse
         monkeypatch.setattr(script, "run_cli", lambda parser, work, argv: (
             flags.update(parser._option_string_actions), parser.parse_args(argv))[1])
     shell = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", "")

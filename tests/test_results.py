@@ -1,4 +1,4 @@
-"""tests/results.py: its commands on a tiny folder; its tables and their sentences, recomputed."""
+"""tests/results.py: its commands run on a tiny folder; its tables and sentences are recomputed."""
 
 import io
 import re
@@ -22,7 +22,7 @@ ROWS = {table: re.findall(r"^\| ([^|]+) \| (.*) \|$", RESULTS.split(f"<!-- {tabl
 
 
 def test_continues_where_it_stopped(monkeypatch, tmp_path):
-    """What has a line is not run again; what lost it is, after its encoder if that is gone."""
+    """Only results without a line are computed, after their encoder if that is gone."""
     monkeypatch.chdir(tmp_path)
     for part in ("train", "val"):
         write_pictures(Path("tiny", part), "ab", 16, side=(16, 24))
@@ -68,7 +68,7 @@ def test_the_commands():
 
 
 def test_every_cell():
-    """Means, standard deviations, differences and marks of the first two tables of each encoder."""
+    """Means, standard deviations, differences and bold cells are right in the first two tables."""
     shown = [(table, CODES[name], *pair) for table, rows in ROWS.items() for name, cells in rows if
              name in CODES for pair in zip(["PSNR", *results.TOP1], cells.split(" | ")) if pair[1]]
     for table, code, column, cell in shown:

@@ -1,5 +1,5 @@
 """Shape comments are true: everything runs with sizes that are all different, and each comment such
-as `# (B, 1+K, D)` is compared with the tensors that its line makes. Then the tour itself."""
+as `# (B, 1+K, D)` is compared with the tensors that its line makes. Tests of the tour follow."""
 
 import ast
 import importlib
@@ -106,7 +106,7 @@ class Sizes(dict):
 
 def shapes_in(comment):
     """Return the shapes in a comment, [[(axes, each)]]: a list for each alternative ("or"), with a
-    shape for each value; `each` if one shape is for all values."""
+    shape for each value; `each` is true if one shape is for all values."""
     found, end = [], 0
     for group in re.finditer(r"(?<!\w)\(([^()]*,[^()]*)\)( each)?", comment):   # not in N(0, 1)
         if group[1] not in NOT_SHAPES:
@@ -120,8 +120,8 @@ def shapes_in(comment):
 
 
 def number(axis, sizes):
-    """Evaluate an axis, e.g. "1+K" or "2 dim"; None if a letter is not known. In the files of
-    methods, p*p is p*q."""
+    """Return the size of an axis, e.g. "1+K" or "2 dim", or None if a letter is unknown. The
+    methods' files write p*p for p*q."""
     code = axis.replace("'", "_new").replace("p*p", "p*q").replace(" depth", "_depth")
     try:
         return eval(re.sub(r"(\d) ?(?=[A-Za-z])", r"\1*", code), {"__builtins__": {}}, sizes)
@@ -130,7 +130,7 @@ def number(axis, sizes):
 
 
 def fits(made, shapes, sizes):
-    """Whether the tensors have these shapes."""
+    """Return whether the tensors have these shapes."""
     if len(shapes) == 1 and shapes[0][1] and len(made) > 1:            # each
         shapes = shapes * len(made)
     for tensor, (axes, _) in zip(made, shapes):
@@ -179,7 +179,7 @@ def runs():
 
 
 def tensors_of(step):
-    """Return [(name, tensor)] of those with two or more axes that a line assigns or returns."""
+    """Return [(name, tensor)] for tensors of two or more axes that a line assigns or returns."""
     names, values = step.statement.targets, step.values
     if isinstance(step.statement.node, ast.Return) and not step.statement.only_names:
         values = values[0] if isinstance(values[0], tuple) else values
@@ -192,8 +192,8 @@ def tensors_of(step):
 
 @pytest.fixture(scope="module")
 def found():
-    """What was seen: `right`, {(line, alternative)} of comments; `wrong` comments and `bare` lines,
-    which need one, {line: in words}. A line is, for example, "mae.py:95"."""
+    """Return what was seen: `right`, {(line, alternative)} of true comments; `wrong` and `bare`,
+    {line: in words} of wrong comments and missing ones. A line is, e.g., "mae.py:95"."""
     right, wrong, bare = set(), {}, {}
     for work, model, sizes, is_path in runs():
         own = [n for letter, n in letters(model).items() if letter != "P"]
@@ -234,8 +234,8 @@ def test_shape_comments_are_true(found):
 
 
 def test_lines_that_make_tensors_have_shape_comments(found):
-    """On the way from images to a loss, features or a reconstruction. None is needed for NAMES, for
-    a name whose shape stays the same, and in functions of one line."""
+    """Lines need a comment on the way from images to a loss, features or a reconstruction, except
+    for NAMES, for a name whose shape stays the same, and in functions of one line."""
     none(found.bare)
 
 
@@ -251,8 +251,8 @@ def test_every_shape_comment_is_tested(found):
 
 # ---------------------------------------------------------------------------------------- the page
 class Reader(HTMLParser):
-    """Reads a page: `rows`, {(file, line): [code, what it made]}, and `text`. Every tag must be
-    closed, in order, and nothing is loaded from elsewhere."""
+    """Reads a page into `rows`, {(file, line): [code, what it made]}, and `text`. Asserts that tags
+    are closed in order and that nothing is loaded from elsewhere."""
 
     def __init__(self, page):
         super().__init__()
@@ -283,8 +283,8 @@ class Reader(HTMLParser):
 
 @pytest.mark.parametrize("name", [*train.METHODS, "train"])
 def test_page(name, tmp_path, monkeypatch, capsys):
-    """It is well-formed and small; every line of forward, encode and decode, or of a training step,
-    is there in order, with the shapes that it makes."""
+    """The page is well-formed and small. It has every line of forward, encode and decode, or of a
+    training step, in order, with the shapes that the line makes."""
     monkeypatch.chdir(tmp_path)
     main([name])
     assert f"see     tour_{name}.html" in capsys.readouterr().out
@@ -336,8 +336,8 @@ def test_page(name, tmp_path, monkeypatch, capsys):
 
 
 def test_pictures():
-    """Attention is the mean over heads and queries, at the patches' places; patches are at theirs,
-    and the rest is grey."""
+    """Attention is the mean over heads and queries. It is shown at the patches' places, as patches
+    are, and the rest is grey."""
     model, images = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48)
     ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
     names, q, k = dict(ids_keep=ids_keep, ids_mask=ids_mask), *torch.randn(2, 1, 4, 97, 20)
@@ -401,8 +401,8 @@ class Flipped(MAE):
 
 
 def test_own_method(tmp_path, monkeypatch):
-    """A method of one's own, in a file of its own, needs nothing in tour.py. What looks like HTML
-    in its code does not become HTML."""
+    """Your own method, in its own file, needs nothing in tour.py. What looks like HTML in its code
+    does not become HTML."""
     (tmp_path / "flipped.py").write_text(FORK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(train.METHODS, "flipped", importlib.import_module("flipped").Flipped)

@@ -66,7 +66,7 @@ def test_class_folders_in_memory(folder):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_memory_of_a_folder(folder, monkeypatch, processes):
-    """Train and val are kept in memory together, by each process of the machine, or not at all."""
+    """Images stay in memory if train and val fit together, once for each process of a machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for limit, in_memory in ((0, True), (-1, False)):
         monkeypatch.setattr(train, "MEMORY", processes * (40 + 11) * 3 * 16 * 16 + limit)
@@ -89,8 +89,8 @@ def test_train_images(folder):
 
 
 def test_flat_folder_holds_out_by_name(tmp_path):
-    """About 5% are held out, at least one. More images, or another place, move none. Links are
-    followed, and names may be in capitals."""
+    """About 5% of the images are held out, at least one. More images or another place do not
+    change which. Links are followed, and names may be in capitals."""
     def names(root):
         return [{str(Path(file).relative_to(root)) for file in files}
                 for files, *_ in train.list_folder(root)]
@@ -120,8 +120,8 @@ def test_flat_folder_holds_out_by_name(tmp_path):
 
 
 def test_links_to_folders(tmp_path):
-    """A link may lead back to a folder that holds it, or to one that is found anyway: no image is
-    found twice. Other links are followed, also from class to class."""
+    """No image is found twice, even if a link leads back to a folder that holds it, or to a folder
+    that is found anyway. Other links are followed, also from class to class."""
     for root, part in (("flat", ""), ("classes", "train"), ("classes", "val")):
         write_pictures(tmp_path / root / part, "ab", 5, side=1)
         (tmp_path / root / part / "a/loop").symlink_to(tmp_path / root)
@@ -134,7 +134,7 @@ def test_links_to_folders(tmp_path):
 
 
 def test_the_size_is_of_a_sample(tmp_path):
-    """The first files alone do not decide. Larger images are read from files, at 224 pixels."""
+    """Not only the first files set the size. Large images are read from files, at 224 pixels."""
     write_pictures(tmp_path, "a", 60, side=8)
     write_pictures(tmp_path, "b", 9, side=(40, 24))
     split, _, size = train.open_data(str(tmp_path), None, settings())
@@ -147,7 +147,7 @@ def test_the_size_is_of_a_sample(tmp_path):
 
 @pytest.mark.parametrize("bright", [31, 32])
 def test_images_that_are_nearly_black(tmp_path, capsys, bright):
-    """A note says so, e.g. of 12 bits in 16-bit files."""
+    """A note reports nearly black images, e.g. 12-bit values in 16-bit files."""
     for i in range(2):
         Image.fromarray(np.full((8, 8), 256 * bright, "uint16")).save(tmp_path / f"{i}.png")
     train.open_data(str(tmp_path), None, settings())
@@ -206,7 +206,7 @@ def test_workers_live_across_epochs(pretrain, spy):
 
 
 def test_reading_one_of_many_files(monkeypatch):
-    """It does not depend on their number: 1.28 million on ImageNet."""
+    """Reading a file takes memory that does not depend on the number of files."""
     monkeypatch.setattr(train, "read_image", lambda file: torch.zeros(3, 1, 1))
     split = train.ImageDataset(["file"] * 100_000, [0] * 100_000, ["a"])
     tracemalloc.start()
@@ -218,7 +218,7 @@ def test_reading_one_of_many_files(monkeypatch):
 
 @pytest.mark.parametrize("crop, low, high", [(0.2, 3 / 4, 4 / 3), (1, 1, 1)])
 def test_crops_of_images_that_are_not_square(crop, low, high):
-    """They are stretched by 3/4 to 4/3, and not without a crop. The zoom is measured on ramps."""
+    """Crops are stretched by 3/4 to 4/3, whole images are not. The stretch is measured on ramps."""
     x, y = torch.arange(192).expand(64, 192), torch.arange(64)[:, None].expand(64, 192)
     transform = train.crop_transform((16, 48), settings(crop=crop))
     crops = [transform(torch.stack([x, y]).byte()).float() for _ in range(100)]    # (2, 16, 48)
@@ -240,7 +240,7 @@ def test_whole_images():
 
 
 def test_copies_block_except_on_cuda(folder, spy):
-    """MPS has been seen to give garbage otherwise."""
+    """Copies that did not block have been seen to give garbage on MPS."""
     copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
     split, *_ = train.open_data(str(folder), (8, 8), settings())
     keys = train.keys_of(torch.arange(8))
@@ -298,7 +298,7 @@ class Cifar:
 
 
 def on_nodes(shared, *words):
-    """Do as script, on two nodes of two processes each, whose working folder is shared or not."""
+    """Do as script, as on two nodes of two processes each. They share a working folder or not."""
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
     if not shared:
@@ -319,7 +319,7 @@ def test_cifar_is_downloaded_once_on_each_disk(tmp_path, monkeypatch, shared):
 
 
 def test_machines_whose_images_differ(tmp_path, monkeypatch):
-    """One name that differs is enough: indices would mean other images. All stop."""
+    """All processes stop if a single name differs: indices would mean other images."""
     monkeypatch.chdir(tmp_path)
     for node, name in (("node0", "0.png"), ("node1", "00.png")):
         write_pictures(Path(node, "data"), "x", 9)
@@ -352,7 +352,7 @@ def test_cifar(tmp_path, monkeypatch, refused):
     (0, True, 1, "mps"), (0, True, 2, "cpu"), (1, False, 1, "cuda:1"), (2, True, 2, "cuda:1"),
     (0, False, 1, "cpu")])
 def test_devices(monkeypatch, gpus, mps, processes, wanted):
-    """The device of local rank 1. More processes on a machine than GPUs are refused."""
+    """Local rank 1 gets the right device. More processes than GPUs on a machine are refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
@@ -391,12 +391,12 @@ def test_crops_on_the_device():
     mirrored = (flipped - whole.flip(3)).abs().amax((1, 2, 3)) < 1e-3
     untouched = (flipped - whole).abs().amax((1, 2, 3)) < 1e-3
     assert 15 < mirrored.sum() < 49 and (mirrored | untouched).all()
-    half = crop(images[32:], 0.2, True, world=2, rank=1)   # of two processes
+    half = crop(images[32:], 0.2, True, world=2, rank=1)   # the second of two processes
     assert torch.equal(half, crop(images, 0.2, True)[32:])
 
 
 def test_crops_reflect_at_the_border(spy):
-    """Clamped points do what reflection would do, which MPS may lack."""
+    """Clamped points do the same as padding by reflection, a mode that MPS may lack."""
     asked = spy(F, "affine_grid", lambda theta, size, **_: (theta, size))
     images = torch.randint(0, 256, (64, 3, 12, 16), dtype=torch.uint8)
     for least in (1.0, 0.2):
@@ -408,7 +408,7 @@ def test_crops_reflect_at_the_border(spy):
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_crop_statistics_match_torchvision(flip):
-    """Zoom, aspect and place of crops are measured on ramps. Half of the crops are mirrored."""
+    """Zoom, aspect and place of crops, measured on ramps, match. With flip, half are mirrored."""
     ramp = torch.linspace(0, 255, 32).expand(3, 32, 32).byte()
     ramp = torch.stack([ramp[0], ramp[0].T, ramp[0]])      # from the left, from above
     transform = train.crop_transform((32, 32), settings(crop=0.2, flip=flip))
@@ -436,7 +436,7 @@ def test_crop_statistics_match_torchvision(flip):
 # --------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_learning_rate(pretrain, spy, monkeypatch, schedule):
-    """Each step has the one computed by hand. The log has the highest of each epoch."""
+    """Each step has the learning rate computed by hand. The log has the highest of each epoch."""
     monkeypatch.setitem(MAE.recipe, "schedule", schedule)
     rates = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer.param_groups[0]["lr"])
     pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5")
@@ -451,8 +451,8 @@ def test_learning_rate(pretrain, spy, monkeypatch, schedule):
 
 @pytest.mark.parametrize("words", ["", "--img_size 8"])
 def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
-    """So do each step and each seed: masks and crops, of images in memory and of files. All images
-    are alike."""
+    """Each epoch, step and seed has its own masks and crops, of images in memory and in files. All
+    images are alike here."""
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
         for i in range(16):
@@ -466,7 +466,7 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
 
 
 def test_speed(pretrain, monkeypatch, capsys):
-    """By a clock that advances a second with each look at it; a batch arrives after one."""
+    """Here a clock advances a second with each look at it, so a batch takes a second to arrive."""
     monkeypatch.setattr(train, "perf_counter", itertools.count().__next__)
     _, row = pretrain("--epochs", "2")["history"]          # 40 images in 5 steps
     assert row["img_s"] == round(40 / row["train_s"], 1)
@@ -483,13 +483,13 @@ def keys(n, epoch, seed=0, **more):
 
 
 def test_every_image_has_its_turn():
-    """Those that fill no batch are others in each epoch."""
+    """The images that fill no batch are others in each epoch."""
     seen = [keys(10, epoch)[:, 1].tolist() for epoch in range(9)]
     assert all(len({*ids}) == 8 for ids in seen) and {*sum(seen, [])} == {*range(10)}
 
 
 def test_images_are_shuffled(folder):
-    """In training anew in each epoch and for each seed, and in validation, always alike."""
+    """Training images are shuffled anew for each epoch and seed, validation images always alike."""
     orders = [keys(40, *which)[:, 1] for which in ((0, 0), (1, 0), (0, 1))]
     assert len(torch.stack([torch.arange(40), *orders]).unique(dim=0)) == 4
     val = train.open_data(str(folder), None, settings())[1]
@@ -498,7 +498,7 @@ def test_images_are_shuffled(folder):
 
 
 def test_crops_of_partners():
-    """An image of a pair and itself as a partner are cropped by other seeds, in each epoch."""
+    """Images and their partners are cropped with different seeds, in each epoch with new ones."""
     seeds = [x for epoch in (0, 1)
              for x in keys(8, epoch, batch_size=8, pairs=True)[:, 0].chunk(2)]
     assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
@@ -516,7 +516,7 @@ def test_clipping(pretrain, words):
 
 @pytest.mark.parametrize("same_draws", [True, False])
 def test_random_numbers_of_pieces_and_processes(same_draws, spy):
-    """In pretraining all are the same, from the seed of the step; otherwise each draws its own."""
+    """In pretraining, pieces and processes draw the same numbers. Otherwise, each draws its own."""
     seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
     for seed in (5, 10):
@@ -541,7 +541,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
 # ---------------------------------------------------------------------------- recipes, flags, help
 @pytest.fixture
 def dry(monkeypatch, tmp_path):
-    """dry(main, words, side) goes as far as training on n images of this size, and returns its
+    """dry(main, words, side) stops before training on n images of this size, and returns the
     args."""
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -566,7 +566,7 @@ def dry(monkeypatch, tmp_path):
     ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--method crossmae --prediction_ratio .25 --lr 1e-3", 32, dict(lr=1e-3, decoder_depth=4))])
 def test_small_images_and_encoders(dry, words, side, wanted):
-    """They have a recipe of their own, others the paper's."""
+    """Small images and encoders have a recipe of their own. Others have the paper's."""
     found = dry(train.main, words, side)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
@@ -584,7 +584,7 @@ def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size, capsys):
 
 
 def test_a_short_run(dry):
-    """It has a part of the recipe's warmup, in proportion, but all of one that was given."""
+    """A short run's warmup is the recipe's, in proportion. A warmup that was given stays."""
     for words, side, epochs, wanted in (
             ("--size tiny", 224, (10, 60, 79, 80, 400, 800, 1600), (0.5, 3, 3.95, 4, 20, 40, 40)),
             ("", 32, (0, 1, 2, 3, 10, 60, 80), (0, 0.1, 0.2, 0.3, 1, 1, 1))):
@@ -595,7 +595,7 @@ def test_a_short_run(dry):
 
 @pytest.mark.parametrize("main, words", [(train.main, ""), (finetune.main, "--mode scratch")])
 def test_a_run_is_evaluated_at_most_99_times(dry, main, words):
-    """Unless --eval_every is given."""
+    """The default is at most 99 evaluations; --eval_every overrides it."""
     for more, wanted in (("0", 1), ("99", 1), ("100", 2), ("800", 16), ("800 --eval_every 7", 7)):
         assert dry(main, f"{words} --epochs {more}", 32)["eval_every"] == wanted
 
@@ -604,8 +604,8 @@ def test_a_run_is_evaluated_at_most_99_times(dry, main, words):
     *((train.main, f"--method {name}") for name in train.METHODS),
     (finetune.main, "--mode scratch"), (finetune.main, "--mode linear")])
 def test_help(main, words, dry, capsys):
-    """Each flag has a text and the value that a run without it has: for large images and, if that
-    differs, for low-resolution ones."""
+    """Each flag's help has a text and the default: for large images and, if that differs, for
+    low-resolution ones."""
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), "--help"])
     _, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
@@ -642,8 +642,8 @@ def test_flags_do_something(pretrain, monkeypatch):
 
 
 def test_what_changes_nothing(pretrain):
-    """The same seed, checkpointing, a size whose parts are all given and the number of evaluations
-    do not; for --accum see test_methods.py."""
+    """The same seed, checkpointing, a size whose parts are all given, and the number of evaluations
+    change nothing. (For --accum see test_methods.py.)"""
     plain = pretrain(name="plain")["model"]
     for words in ("", "--grad_checkpointing", "--size tiny", "--eval_every 2", "--eval_images 1"):
         assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
@@ -666,8 +666,8 @@ def test_a_run_leaves_everything(pretrain, capsys):
 
 
 def test_evaluating_now_and_then(pretrain, monkeypatch):
-    """Scores and checkpoints come every second epoch and at the end, also in a resumed run. Each
-    epoch has a row."""
+    """With --eval_every 2, each second epoch and the last one are scored, also in a resumed run.
+    Each epoch has a row."""
     monkeypatch.setattr(train, "save_picture", lambda *_: None)
     monkeypatch.setitem(MAE.recipe, "schedule", "constant")
 
@@ -683,7 +683,7 @@ def test_evaluating_now_and_then(pretrain, monkeypatch):
     assert epochs() == [2, 3, 4, 6, 7]
     straight = pretrain("--epochs", "7", name="straight")
     assert same(more["model"], straight["model"])
-    first, *_, last = straight["history"]                  # which has learned something
+    first, *_, last = straight["history"]                  # the model has learned something
     assert last["loss"] < 0.9 * first["loss"] and last["psnr_masked"] > first["psnr_masked"] + 0.5
 
 
@@ -696,21 +696,20 @@ def eager(*words):
     (3, "mae", []), *((2, name, []) for name in train.METHODS if name not in ("mae", "imae")),
     (2, "imae", ["--compile"])])                           # without it: test_imae.py
 def test_several_processes_are_one(pretrain, folder, processes, method, more):
-    """They have the same weights after all steps: the same images, crops and masks, divided. SGD,
-    because Adam turns rounding errors into full steps where a gradient is zero, e.g. of a key's
-    bias. A batch of 12 does not divide the 40 images, nor do the processes the 11 to validate on.
-    """
+    """Processes divide the same images, crops and masks, and end with the same weights. The
+    optimizer is SGD because Adam turns rounding errors into full steps where a gradient is zero,
+    e.g. of a key's bias. 12 does not divide the 40 training images, nor do 2 or 3 the 11 others."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
              "--img_size", "16,24", "--method", method, *flags(BASE[method])]
     words += ["--pixel_fraction", "0.5"] if method == "minr" else []
-    if processes == 3:                                     # one has no image to validate on; files
+    if processes == 3:                                     # one validates on no image; in files
         words += ["--eval_images", "2", "--img_size", "8,12"]
     one = pretrain(*words, name="one", own=[])
     said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
                     processes=processes, work=eager)
     two = train.read_checkpoint("runs/two")
     assert same(one["model"], two["model"], atol=1e-6)
-    assert said.count("epoch 2:") == 1                     # one process speaks
+    assert said.count("epoch 2:") == 1                     # only one process prints
     assert "Warning" not in Path("err").read_text()
     for a, b in zip(one["history"], two["history"]):       # 11 images, none twice
         for name in ("loss", "psnr_masked", "psnr_image", "psnr_decoded"):
@@ -718,7 +717,7 @@ def test_several_processes_are_one(pretrain, folder, processes, method, more):
 
 
 def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
-    """Only what was asked for happens to a run. A resumed one has the settings given now."""
+    """A run changes only as it was asked to. A resumed run has the settings given now."""
     first = pretrain("--resume")                           # nothing to resume: a new run
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         with open("runs/mae/log.jsonl", "a") as file:
@@ -748,7 +747,7 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
         patch.setattr(MAE, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         pretrain("--overwrite")
     assert capsys.readouterr().err.startswith("stopped; to continue a training run")
-    assert not Path("runs/mae/last.pt").exists()           # nor does the old one stay
+    assert not Path("runs/mae/last.pt").exists()           # the old one is gone
     refused(lambda words: pretrain(*words), [], "runs/mae already holds a run")  # it has begun
     Path("runs/copy").mkdir()
     Path("runs/copy/last.pt").touch()                      # of a run that was elsewhere
@@ -758,7 +757,7 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
 
 
 def test_of_runs_that_start_at_once_one_has_the_name(pretrain, monkeypatch, refused):
-    """The other stops before it trains or writes a file, although the name was free at first."""
+    """The run that does not get the name stops before it trains or writes a file."""
     opened, winner = train.open_data, []
 
     def open_data(*inputs):
@@ -786,13 +785,13 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
     content = pretrain(*words, name="whole")
     assert same(content["model"], from_released(state))
     train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
-                "--epochs", "0"])                          # its sizes are taken over: not 16 pixels
+                "--epochs", "0"])                          # sizes are the file's: not 16 pixels
     sizes = train.read_checkpoint("runs/sizes/last.pt")["config"]
     assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
 
 
 def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
-    """With optimizer state they would be several GB for each process."""
+    """Weights and optimizer state would take several GB for each process."""
     refs, left, read = [], [], train.read_checkpoint
 
     def spy(*inputs):
@@ -812,8 +811,8 @@ def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
 
 @pytest.mark.parametrize("method", train.METHODS)
 def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
-    """It saves only method, config and weights. load, --eval, --init and finetune.py find the
-    weights, and how images are normalised. A folder can replace its last.pt."""
+    """Method, config and weights are enough for load_model, --eval, --init and finetune.py to find
+    the weights and how images are normalised. A folder can replace its last.pt."""
     words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
              *flags(BASE[method])]
     if method == "imae":
@@ -838,7 +837,7 @@ def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, spy):
-    """Otherwise a power failure could leave neither."""
+    """Otherwise, a power failure could leave neither of the two."""
     calls, path = [], tmp_path / "last.pt"
     for name in ("fsync", "replace"):
         spy(os, name, lambda *_, name=name: calls.append(
@@ -850,7 +849,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, sp
 # ------------------------------------------------------------------------------------- evaluation
 @pytest.mark.parametrize("name, error", [("forward", TypeError), ("reconstruct", ValueError)])
 def test_a_bug_has_its_traceback(pretrain, monkeypatch, name, error):
-    """In training and in validation a bug keeps it; only invalid input is one line."""
+    """A bug in training or validation keeps its traceback. Only invalid input ends in one line."""
     def bug(*_):
         raise error("one's own")
     monkeypatch.setattr(MAE, name, bug)
@@ -861,14 +860,14 @@ def test_a_bug_has_its_traceback(pretrain, monkeypatch, name, error):
 @pytest.mark.parametrize("side, batch_size, accum, wanted", [
     (32, 2, 1, 250), (64, 2, 1, 250), (224, 2, 1, 20), (224, 100, 2, 50), (224, 4096, 1, 250)])
 def test_batches_to_validate_on(side, batch_size, accum, wanted):
-    """They are as large as those that are trained on, but not tiny."""
+    """Validation batches are as large as those in training, but not tiny."""
     data = train.ImageDataset(torch.zeros(600, 3, 1, 1), [0] * 600, [])
     args = settings(batch_size=2 * batch_size, accum=accum, world=2)
     assert len(next(train.val_batches(data, args, (side, side)))[0]) == wanted
 
 
 def test_validation_is_as_training(pretrain, tune, spy):
-    """It runs in mixed precision, but in eval mode."""
+    """Validation also runs in mixed precision, but in eval mode."""
     for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
         seen = spy(cls, name, lambda self, images, *_: (
             torch.is_autocast_enabled("cpu"), len(images), self.training))
@@ -880,8 +879,8 @@ def test_validation_is_as_training(pretrain, tune, spy):
 
 @pytest.mark.parametrize("method", train.METHODS)
 def test_psnr_by_hand(pretrain, folder, spy, method):
-    """PSNR and recon.png show what reconstruct returns for the run's noise. That depends only
-    on the image, not on the seed or the number of images."""
+    """PSNR and recon.png show what reconstruct returns for fixed noise, which depends only on the
+    image: not on the seed or on the number of images."""
     seen = spy(train.METHODS[method], "reconstruct", lambda self, *inputs: inputs[:2])
     drawn = spy(train, "save_picture", lambda columns, path: columns)
     words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]
@@ -921,8 +920,8 @@ def cells(path, column):
 
 
 def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
-    """There is a row per checkpoint and mask ratio, with the same numbers as after training, and a
-    column with the same pictures. Classifiers are skipped."""
+    """Each checkpoint has a row for each mask ratio, with the numbers from training, and a column
+    of the picture. Classifiers are skipped."""
     runs = {"mae": pretrain(), "half": pretrain("--decoder_depth", "2", name="half")}
     finetune.main("--checkpoint runs/mae/last.pt --epochs 0 --name tuned --workers 0".split())
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval"]
@@ -951,8 +950,8 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
 
 
 def test_masks_of_an_evaluation(pretrain):
-    """Each pattern and ratio has its own score; a run is scored under its own pattern, and on whole
-    images, also of files. The picture has the first pattern."""
+    """Each pattern and ratio has its own score. After training, a run is scored under its own
+    pattern, and on whole images, even in files. The picture has the first pattern."""
     row = pretrain("--mask", "grid", "--img_size", "12")["history"][-1]
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval", "runs/mae/last.pt"]
     rows = train.main([*words, "--masks", "random", "grid", "block"])
@@ -968,7 +967,7 @@ def test_masks_of_an_evaluation(pretrain):
 
 
 def test_eval_of_normalised_patches(pretrain):
-    """The true statistics are not used with --leak_free."""
+    """With --leak_free, the true mean and variance of a patch are not used."""
     pretrain("--norm_pix_loss")
     pretrain("--norm_pix_loss", name="[m]ae")              # a name, not a pattern
     words = ["--eval", "runs/[m]ae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
@@ -978,7 +977,7 @@ def test_eval_of_normalised_patches(pretrain):
 
 
 def test_eval_shows_what_is_special_to_a_method(pretrain, folder, spy, capsys):
-    """It prints i-MAE's separability and MAE's attention, and writes the methods' pictures, all of
+    """--eval prints i-MAE's separability and MAE's attention, and writes the methods' pictures of
     validation images. A pattern that the shell has left is expanded."""
     shown = spy(train.METHODS["minr"], "figures", lambda self, images: images)
     pretrain()

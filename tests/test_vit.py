@@ -26,7 +26,7 @@ def test_patchify_and_back(channels, size, patch_size, grid):
 
 
 def test_normalize_and_back():
-    """By channel, with constants on the images' device."""
+    """Normalisation is by channel, with constants on the images' device."""
     raw = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
     images = normalize(raw, MAE)
     assert torch.allclose(denormalize(images, MAE), raw / 255, atol=1e-6)
@@ -38,7 +38,7 @@ def test_normalize_and_back():
 
 
 def test_resized_positions():
-    """Bicubically: four neighbours, weighted by a cubic (a = -0.75), clamped at the border."""
+    """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours, clamped at the border."""
     table = sincos_pos_embed(16, (4, 4))
     assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
     resized = resize_pos_embed(table, (4, 4), (6, 3))
@@ -57,7 +57,7 @@ def test_resized_positions():
 
 
 def test_visible_patches():
-    """Their number, and that ties are visible in raster order."""
+    """The number of visible patches is rounded down. Ties become visible in raster order."""
     for L, ratio, K in ((196, 0.75, 49), (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)):
         assert visible_count(L, ratio) == K
     for ratio in (-0.1, 0.0, 1.0, 75.0):
@@ -109,7 +109,7 @@ def vit(**options):
 
 
 def test_features():
-    """The last block's output after the norm, if there is one; the same in training."""
+    """Features are the last block's output after the norm, if any, also in training mode."""
     images = torch.randn(2, 5, 8, 12)
     for model in (vit().train(), vit(norm=False).train()):
         maps = model.feature_maps(model.embed(images))
@@ -119,7 +119,7 @@ def test_features():
 
 
 def test_drop_path():
-    """It skips layers, only in training."""
+    """Drop path skips layers, only in training."""
     torch.manual_seed(0)
     block, x = Block(16, 2, drop_path=0.5), torch.randn(64, 3, 16)
     unchanged = (block(x) == x).all(-1).all(-1).float().mean()
@@ -130,8 +130,8 @@ def test_drop_path():
 
 
 def test_initial_weights():
-    """Drawn as when the patch embedding was a convolution, so that a seed gives the same weights:
-    Xavier-uniform (qkv as one matrix), with zero biases except for PyTorch's default there."""
+    """A seed gives the weights from when the patch embedding was a convolution: Xavier-uniform (qkv
+    as one matrix), with zero biases, but PyTorch's default for that embedding's biases."""
     torch.manual_seed(0)
     model = vit()
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def mae(img_size=32):
 
 @pytest.fixture
 def state():
-    """The state dict of the fixture, a released MAE of the sizes in mae()."""
+    """Return the state dict of a released MAE with the sizes in mae()."""
     return load(ROOT / "tests/golden/mae.pt")["state_dict"]
 
 
@@ -192,7 +192,7 @@ def test_released_names_both_ways(state):
     (("decoder", "mask_token"), {"head.weight": torch.zeros(7, 32)}),  # as in timm's files
     ((), {"decoder_pred.bias": torch.zeros(5)}), ((), {"decoder_other": torch.zeros(2)})])
 def test_another_decoder_is_not_loaded(lost, added, state):
-    """Nothing of it, even if only one shape or name differs."""
+    """Nothing of another decoder is loaded, even if only one shape or name differs."""
     model, kept = mae(), {k: v for k, v in state.items() if not k.startswith(lost or "-")}
     theirs = from_released({**kept, **added})
     before = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
@@ -203,7 +203,7 @@ def test_another_decoder_is_not_loaded(lost, added, state):
 
 
 def test_transfer_of_norm_and_extra_tokens(state):
-    """Only these parts of an encoder may be missing on one side. A teacher is on neither side."""
+    """Norm and extra tokens may be missing on one side. Teachers are not transferred."""
     one, other = nn.Module(), nn.Module()
     one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
                                   for norm, extra in ((False, 2), (True, 0)))
@@ -218,7 +218,7 @@ def test_transfer_of_norm_and_extra_tokens(state):
 
 
 def test_transfer_says_what_does_not_fit(state):
-    """And changes nothing. Only a norm may be missing."""
+    """An error lists what does not fit, and nothing changes. Only the final norm may be missing."""
     model = mae()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     del state["norm.bias"], state["blocks.1.norm1.weight"]
@@ -233,8 +233,8 @@ def test_transfer_says_what_does_not_fit(state):
 
 
 def test_transfer_interpolates_positions(state, capsys):
-    """From a released, square grid, or from any grid, even one with the same number of patches; the
-    decoder's too."""
+    """Positions of encoder and decoder come from a released square grid or from any other grid,
+    even one with the same number of patches."""
     model = mae((48, 64))
     transfer(model, from_released(state))
     said = capsys.readouterr().out.splitlines()
@@ -251,7 +251,7 @@ def test_transfer_interpolates_positions(state, capsys):
 
 
 def test_sizes_of():
-    """Shapes tell all sizes, except for the number of heads: width and depth of SIZES do."""
+    """Shapes tell all sizes except the number of heads, which SIZES has for a width and depth."""
     def shapes(dim, depth, **_):
         blocks = {f"encoder.blocks.{i}.norm1.bias": torch.zeros(1) for i in range(depth)}
         return {"encoder.patch_embed.weight": torch.zeros(dim, 3 * 8 * 8),

@@ -247,7 +247,7 @@ def attention(names, encoder):
     weights = (q @ k.mT / k.shape[3] ** 0.5).softmax(dim=3)[0].mean((0, 1))    # (n,)
     keep, rest = [names.get(name) for name in ("ids_keep", "ids_mask")]
     places = torch.arange(L) if rest is None else torch.cat([keep, rest], dim=1)[0]
-    places = places if len(weights) > L else keep[0]       # else only visible patches
+    places = places if len(weights) > L else keep[0]       # otherwise, only visible ones
     grid = torch.full((L,), torch.nan).index_copy(0, places, weights[1:1 + len(places)])
     shown = heat(grid.nan_to_num(0).view(encoder.grid))
     low, high = (f"{x:.2g}" for x in grid[~grid.isnan()].aminmax())
@@ -294,8 +294,8 @@ def picture(name, x, letters, names, model, text=""):
 
 
 def pictures(made, letters, names, model):
-    """Return at most two pictures of [(name, tensor)] as HTML, in the order of the list: of the
-    tensors with the most axes, as often only these depend on the image."""
+    """Return at most two of [(name, tensor)] as pictures, in HTML: the tensors with the most axes,
+    as often only these depend on the image. The list's order stays."""
     texts = [f"{name} {tuple(x.shape)} " if len(made) > 1 else "" for name, x in made]
     shown = [picture(*pair, letters, names, model, text) for pair, text in zip(made, texts)]
     best = sorted(range(len(made)), key=lambda i: (not shown[i], -made[i][1].ndim))[:2]
@@ -542,9 +542,9 @@ def main(argv=None):
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train (which takes only --out)")
-    option("--checkpoint", metavar="FILE", help="a checkpoint from train.py (tests/models/METHOD.pt)")
+    option("--checkpoint", metavar="FILE", help="checkpoint from train.py (tests/models/METHOD.pt)")
     option("--image", metavar="FILE", nargs="+", default=[],
-           help="an image file; for imae also its partner (a truck and a frog of CIFAR-10)")
+           help="image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
