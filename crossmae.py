@@ -327,6 +327,6 @@ def decoder_attention(mae, images):
 #  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
 #      `contributions` fixes it to the std of the last block's output.
 #  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
-#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must be of all
-#      patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
+#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must mean 75%
+#      of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
 #      inter-block attention, but repeat the numbers of Table 4's CrossMAE.

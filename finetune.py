@@ -377,7 +377,7 @@ def main(argv=None):
     return run_cli(parser, evaluate_checkpoint if mode == "eval" else finetune, argv)
 
 
-# Paper and release: where they differ, or torchvision differs from both, and what we do
+# Paper and release: where they or torchvision differ, and what we do
 #   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. Ours, torchvision's, is always 27 of 30.
 #   2. Only the released code has random erasing. It fills in noise; we fill in the mean colour.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.

@@ -178,7 +178,7 @@ class HyperMAE(nn.Module):
 #   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has no ReLU
 #      just before or after M, so three linear layers come in a row. We follow the release by
 #      default, and Sec. 2.2 with `relu_around_m`.
-#   2. Sec. 2.1 takes MAE's encoder, with a final norm. The release never calls this norm; ours has
+#   2. Sec. 2.1 takes MAE's encoder, with a final norm. The release never calls this norm; we have
 #      none. As in the release, no norm follows Feat2W, and weight tokens and T have std 0.02.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight

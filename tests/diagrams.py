@@ -132,7 +132,7 @@ class Drawing:
                  (780, bottom + 44, f"`target|`{shape}"))
 
 
-# ------------------------------------- the methods; the README's picture begins with the docstrings
+# ------------------------------------------- the methods; the README's picture shows the docstrings
 def mae(d):
     """MAE: Encode only the visible patches. A small decoder predicts the masked ones."""
     d.encoder("large encoder", output="caaaa")

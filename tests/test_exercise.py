@@ -108,7 +108,7 @@ return groups""", [
 
 
 def solve(monkeypatch, name, body):
-    """Give the function `name` this body. It can use what its module has imported, and math."""
+    """Give the function `name` this body, which can use math and what its module has imported."""
     owner, last = find(name)
     head = f"def {last}{inspect.signature(getattr(owner, last))}:"
     known = {**vars(sys.modules[name.split(".")[0]]), "math": math}

@@ -390,8 +390,8 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
 
 @methods
 def test_what_finetuning_reads_is_trained(name):
-    """The pretraining loss has a gradient at those tokens, after the last block, that finetune.py
-    pools by default."""
+    """The tokens that finetune.py pools by default get a gradient of the pretraining loss after the
+    last block."""
     model, (images, noise) = build(name), images_and_noise()
     extra = count_extra_tokens(model.state_dict())
     tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,

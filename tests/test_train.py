@@ -584,7 +584,7 @@ def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size, capsys):
 
 
 def test_a_short_run(dry):
-    """A short run's warmup is the recipe's, in proportion. A warmup that was given stays."""
+    """A short run scales the recipe's warmup to its epochs, but not a warmup that was given."""
     for words, side, epochs, wanted in (
             ("--size tiny", 224, (10, 60, 79, 80, 400, 800, 1600), (0.5, 3, 3.95, 4, 20, 40, 40)),
             ("", 32, (0, 1, 2, 3, 10, 60, 80), (0, 0.1, 0.2, 0.3, 1, 1, 1))):
@@ -698,12 +698,12 @@ def eager(*words):
 def test_several_processes_are_one(pretrain, folder, processes, method, more):
     """Processes divide the same images, crops and masks, and end with the same weights. The
     optimizer is SGD because Adam turns rounding errors into full steps where a gradient is zero,
-    e.g. of a key's bias. 12 does not divide the 40 training images, nor do 2 or 3 the 11 others."""
+    e.g. of a key's bias. A batch of 12 does not divide the 40 images. Validation has 11."""
     words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
              "--img_size", "16,24", "--method", method, *flags(BASE[method])]
     words += ["--pixel_fraction", "0.5"] if method == "minr" else []
-    if processes == 3:                                     # one validates on no image; in files
-        words += ["--eval_images", "2", "--img_size", "8,12"]
+    if processes == 3:                                     # one gets no image to validate on
+        words += ["--eval_images", "2", "--img_size", "8,12"]          # in files
     one = pretrain(*words, name="one", own=[])
     said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
                     processes=processes, work=eager)
@@ -791,7 +791,7 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
 
 
 def test_weights_that_were_read_do_not_stay_in_memory(tune, monkeypatch):
-    """Weights and optimizer state would take several GB for each process."""
+    """A checkpoint's weights and optimizer state would take several GB in each process."""
     refs, left, read = [], [], train.read_checkpoint
 
     def spy(*inputs):
