@@ -143,7 +143,7 @@ class Case:
 
 
 def measure(cases, steps, warmup):
-    """Return a row, a dict, for each case. Its time and memory are relative to the first case."""
+    """Return a row for each case, as a dict. Its time and memory are relative to the first case."""
     if any(case.args.compile for case in cases):
         config = torch._dynamo.config                      # by default, at most 8 graphs compile
         new = hasattr(config, "recompile_limit")
