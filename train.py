@@ -554,8 +554,8 @@ def open_folder(root, img_size, args):
     """Return a folder's train and val ImageDatasets, and the image size (H, W).
 
     Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
-    or, without img_size, 223 pixels. Few: with a copy for each process on this machine, all images
-    take at most MEMORY bytes in total. Otherwise files are read again in every epoch."""
+    or, without img_size, 223 pixels. Few: all images, with a copy for each process on this
+    machine, take at most MEMORY bytes. Otherwise files are read again in every epoch."""
     parts = list_folder(root)
     names = [file[len(str(root)):] for files, _, _ in parts for file in files]
     checksum = zlib.crc32(os.fsencode("\n".join(names)))
@@ -641,7 +641,7 @@ def find_images(root):
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
-WORKER_BATCH = 64  # images; a batch of 4,096 would delay an epoch by 12 s and take 9.9 GB
+WORKER_BATCH = 64  # images: 4,096 would delay an epoch by 12 s and take 9.9 GB
 
 
 def keys_of(ids, seed=0):
@@ -1174,8 +1174,8 @@ def run_cli(parser, work, argv):
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     except KeyboardInterrupt:
         parser.exit(130, "stopped; to continue a training run, repeat its command with --resume\n")
-    if dist.is_initialized() and args.device.type == "cuda":           # on CPUs, torch 2.6 can
-        dist.destroy_process_group()                       # hang here, and gloo does not need it
+    if dist.is_initialized() and args.device.type == "cuda":           # not needed on CPUs,
+        dist.destroy_process_group()                       # where torch 2.6 can hang here
     return row
 
 
