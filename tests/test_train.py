@@ -82,6 +82,7 @@ def test_train_images(folder):
         (part, val, _), (again, *_) = (
             train.open_data(str(folder), (side, side), args) for _ in range(2))
         assert len(part.images) == len(part.broken) == 10 and len(val.labels) == 11
+        assert part.broken.is_shared()                     # workers report each broken file once
         images = torch.stack([part.read(i)[0] for i in range(10)])
         assert torch.equal(images, torch.stack([again.read(i)[0] for i in range(10)]))
         assert len(images.unique(dim=0)) == 10 and len(part.labels.unique()) == 2
@@ -991,6 +992,10 @@ def test_eval_shows_what_is_special_to_a_method(pretrain, folder, spy, capsys):
     said = capsys.readouterr().out
     assert "share of visible" in said and "visible tokens; 11 images" in said
     assert "11 mixtures of two" in said and "fitted on 40 training images" in said
+    words = ["--workers", "0", "--mask_ratios", "0.75", "--eval_images", "10", "--eval"]
+    train.main([*words, "runs/imae"])                      # of fewer images, there are no measures
+    few = capsys.readouterr().out
+    assert "10 mixtures of two" in few and "fitted on 10 training images" in few
     val = train.open_data(str(folder), None, settings())[1].images / 255
     assert len(shown[0]) == 8 and all((x == val).all((1, 2, 3)).any() for x in shown[0])
     for name in ("crossmae/contributions", "crossmae/map_weights", "minr/rendered", "imae/unmix"):
