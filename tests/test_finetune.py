@@ -170,6 +170,10 @@ def test_groups_do_not_depend_on_weight_decay():
     none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
                   for x in (0.0, 0.05))
     assert none == some
+    model = classifier(extra_tokens=2)                     # learned tokens are in the first layer
+    group, = (group for group in layer_decay_groups(model, 0.05, 0.5)
+              if any(p is model.encoder.extra_tokens for p in group["params"]))
+    assert (group["weight_decay"], group["lr_factor"]) == (0, 0.5 ** 3)
 
 
 def test_finetuning_and_probing_learn(tune, folder):
