@@ -348,7 +348,7 @@ def main(argv=None):
         option("--pool", choices=("mean", "token", "extra", "joined"), help="features. mean: "
                "mean of patch tokens; token: class token; extra: mean of extra tokens (MINR's "
                "weight tokens); joined: all extra or, without any, all patch tokens, concatenated "
-               f"(mean; for MINR joined, or extra if that gives above {MOST_FEATURES} numbers)")
+               f"(mean); for MINR: joined, or extra if that gives above {MOST_FEATURES} numbers")
     if mode == "knn":
         option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):

@@ -942,7 +942,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, refused, capsys):
         pretrain(*more.split(), "--epochs", "0", "--eval_images", "1", name=name)
     for name, sizes in (("large", "((32, 32), (4, 4))"), ("coarse", "((16, 16), (8, 8))")):
         refused(train.main, [*words, "runs/mae/last.pt", f"runs/{name}/last.pt"],
-                f"runs/{name}/last.pt has images and patches of {sizes} pixels, those before it")
+                f"runs/{name}/last.pt has image and patch sizes {sizes}, but the checkpoints")
     capsys.readouterr()
     train.main([*words, "runs/large/last.pt", "runs/drawn/last.pt", "--eval_images", "1"])
     assert f"drawn/last.pt was trained on shapes, and is evaluated on {folder}" in (
