@@ -895,10 +895,9 @@ def resume(last, model, optimizer, scaler, content, args):
             last.unlink(missing_ok=True)                   # so that no later --resume continues it
         return []
     flags = saved["flags"]
-    was = {"method": saved["method"], **saved["config"]}
-    now = {"method": content["method"], **content["config"]}
     # only the name of the data: their folder may have moved
-    was["data"], now["data"] = Path(flags.get("data", "")).name, Path(args.data).name
+    was = {"method": saved["method"], "data": Path(flags.get("data", "")).name, **saved["config"]}
+    now = {"method": content["method"], "data": Path(args.data).name, **content["config"]}
     for name in ("files", "seed", "train_images", "labels", "optimizer"):
         now[name] = getattr(args, name, None)
         was[name] = flags.get(name, now[name])
@@ -1155,7 +1154,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if message.startswith("unrecognized"):
-            message += f" (python {self.prog} --help lists the flags of this method or mode)"
+            message += " (add --help to this command to see the flags of its method or mode)"
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 fails too,
             sleep(5)                                       # torchrun ends this process first
         super().error(message)
