@@ -865,7 +865,8 @@ def initialize(model, content, path):
         missing, unused = transfer(model, state, grid_of(**content["config"]))
     except InputError as error:
         raise InputError(f"{path} does not fit: {error}") from None
-    for text, names in (("newly initialised", missing), ("not loaded", unused)):
+    for text, names in (("not in the file, newly initialised", missing),
+                        ("in the file, not loaded", unused)):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
