@@ -8,8 +8,7 @@ Each step is seeded from (seed, epoch, step). Each process draws random numbers 
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
 (seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS. The section "Forks" of tests/REFERENCE.md lists what it
-must provide.
+A method is a class like those in METHODS. "Forks" in tests/REFERENCE.md lists what it must have.
 """
 
 import argparse
@@ -55,8 +54,7 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of log.jsonl. `args` holds the
     flags and the command. start_processes adds rank, world, local_rank, device and dtype; this
-    function adds pairs and same_draws; open_folder adds files, the number and a checksum of their
-    names; apply_recipe fills in the flags that were not given."""
+    function adds pairs and same_draws; open_folder adds files; apply_recipe sets other flags."""
     args.data = args.data or "shapes"
     name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
     init = read_checkpoint(args.init, args.heads) if args.init else {"config": {}}
