@@ -124,19 +124,20 @@ def test_contributions_add_up(options):
     assert all(part.abs().mean() > 1e-4 for part in parts)
     cells = model.figures(images)["contributions"][1]
     assert cells.shape == (3, 2 + len(parts), 3, 16, 24)
-    visible, last = cells[:, 0] != 0, cells[:, -1]
-    assert torch.equal(last[visible], images[visible])
-    parts, _, ids = model.contributions(images, model.encoder.fixed_noise(images))
+    noise = model.encoder.fixed_noise(images)
+    decoded, mask = model.reconstruct(images, noise)
+    visible = (model.encoder.pixels_of(mask) == 0).expand_as(images)
+    assert torch.equal(cells[:, 0], images * visible)      # grey is 0
+    parts, _, ids = model.contributions(images, noise)
     _, mean, std = normalize_patches(model.encoder.targets(images, ids))
     if not model.norm_pix_loss:
         mean, std = 0, 1
     for j, cell in enumerate(cells[:, 1:-1].unbind(1)):    # the mean is added once
         wanted = parts[j] * std + (j == 0) * mean
         assert torch.allclose(model.encoder.targets(cell, ids), wanted, atol=1e-5)
-        assert not cell[visible].any()                     # grey: only masked patches are shown
-    decoded, mask = model.reconstruct(images, model.encoder.fixed_noise(images))
+        assert not cell[visible].any()                     # only masked patches are shown
     wanted = model.encoder.copy_visible(decoded, images, mask)
-    assert torch.allclose(last, wanted, atol=1e-4)
+    assert torch.allclose(cells[:, -1], wanted, atol=1e-4)
 
 
 def test_figure_of_the_mixing_weights():

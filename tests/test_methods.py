@@ -177,6 +177,8 @@ def test_noise_and_masks(name):
         call(images, wrong)
     assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
     assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
+    with pytest.raises(ValueError, match="mask_ratio 0 must be above 0"):
+        model.reconstruct(images, mask_ratio=0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -323,6 +325,7 @@ def test_a_call_changes_nothing(name, options):
     assert {*vars(model)} == names and torch.equal(loss, loss_of(model, images, noise))
     assert same(model.state_dict(), state)
     decoded = model.reconstruct(images, noise)[0]
+    assert name not in OPTIONS or not decoded.requires_grad
     for dtype, off in ((torch.bfloat16, 0.1), (torch.float64, 1e-5)) if name in OPTIONS else ():
         other, x = copy.deepcopy(model).to(dtype), images.to(dtype)
         rounded, again = loss_of(other, x, noise), other.reconstruct(x, noise)[0]
@@ -428,8 +431,8 @@ def test_the_seed_is_the_run(name, pretrain):
     ("imae", dict(mask_token=0.02)), ("hypermae", dict(weight_tokens=0.02, T=0.02)),
     ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
 def test_initial_weights(name, tokens):
-    """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Linear
-    layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
+    """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Positions
+    of encoder and decoder are not trained. Linear layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
     mixing weights (test_crossmae.py) and MINR's to_columns (PyTorch's default)."""
     decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
     model = build(name, dim=512, depth=1, **decoder)
@@ -438,6 +441,7 @@ def test_initial_weights(name, tokens):
         values = model.get_parameter(token).detach()
         assert values.std() == pytest.approx(std, rel=0.3 if token == "T" else 0.1), token
         assert values.mean().abs() < 0.5 * std, token
+    assert not [n for n, p in model.named_parameters() if "pos_embed" in n and p.requires_grad]
     for part, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
             assert module.eps == (1e-5 if part.startswith("to_columns") else 1e-6), part
