@@ -32,8 +32,6 @@ from tests.references import EXERCISES, Different
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
 TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that earlier layers compute
-# the parts of a removed body's comments that stay
-SOURCES = r"(?:ViT )?eq\. \d+(?:, \d+)*|Sec\. [\d.]*\d|(?:Table|Figure|Algorithm|items?) \d\w*"
 
 
 def find(name):
@@ -267,16 +265,12 @@ def git(*words):
 
 def remove(folder, name, message):
     """Remove the body of the function `name` from its file in `folder`, and return its line
-    number. Its signature, docstring and the sources that its comments name (SOURCES) stay."""
+    number. Its signature and docstring stay."""
     path = folder / file_of(name)
     text = path.read_text(encoding="utf-8")
     node, start = find_body(text, name)
     lines, indent = text.splitlines(), " " * node.body[0].col_offset
-    sources = re.findall(SOURCES, " ".join(
-        line.partition("#")[2] for line in lines[start:node.end_lineno]))
-    comment = [f"{indent}# see {', '.join(dict.fromkeys(sources))}"] if sources else []
-    lines[start:node.end_lineno] = [
-        *comment, f'{indent}raise NotImplementedError("exercise: {message}")']
+    lines[start:node.end_lineno] = [f'{indent}raise NotImplementedError("exercise: {message}")']
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return node.lineno
 
@@ -324,8 +318,7 @@ def handout(folder, names):
     readme.write_text(re.sub(r"(?s)\n\*\*MAE's loss\*\*.*?```\n", "", readme.read_text("utf-8")),
                       "utf-8")
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
-            "class's), the sources named in its place and the paper tell you what it must do. The "
-            "checks compare your results with plain-loop references in `tests/references.py`; try "
+            "class's) and the paper tell you what it must do. The checks compare your results with plain-loop references in `tests/references.py`; try "
             "not to look at those. Ties, speed and errors for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "

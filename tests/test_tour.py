@@ -7,8 +7,6 @@ import inspect
 import itertools
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -440,18 +438,3 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     for method, most in (("mae", 1), ("imae", 2)):
         main([method, "--image", *["a.png"] * most])
         refused(main, [method, "--image", *["a.png"] * (most + 1)], f"takes at most {most}")
-
-
-def test_in_a_browser(tmp_path):
-    """A browser shows the code, and on a phone nothing is wider than the screen."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if not browser:
-        pytest.skip("no browser on the PATH")
-    out = tmp_path / "a.html"
-    main(["mae", "--out", str(out)])
-    out.write_text(out.read_text() + "<script>document.title = 'width ' + "
-                   "document.documentElement.scrollWidth</script>")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=500,900"]
-    dom = subprocess.run([browser, *words, f"--user-data-dir={tmp_path}", out.as_uri()], text=True,
-                         capture_output=True, timeout=100).stdout
-    assert int(re.search(r"<title>width (\d+)", dom)[1]) <= 500 and "add_mask_tokens" in dom
