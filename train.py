@@ -917,7 +917,7 @@ def resume(last, model, optimizer, scaler, content, args):
             setattr(args, name, flags[name])
         else:
             print(f"note    {name} changed from {flags[name]} to {value}")
-    print(f"resumed after epoch {saved['epoch']}")
+    print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
     return saved["history"]
 
 

@@ -718,7 +718,7 @@ def test_resume_and_overwrite(pretrain, folder, monkeypatch, capsys, refused):
     other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6",
                      "--data", str(moved))
     said = capsys.readouterr().out
-    assert "resumed after epoch 2" in said and other["epoch"] == 3
+    assert "resumed after epoch 2 of 3\n" in said and other["epoch"] == 3
     assert {*re.findall(r"note +(\w+ changed .*)", said)} == {
         "epochs changed from 2 to 3", "weight_decay changed from 0.05 to 0.9",
         "betas changed from (0.9, 0.95) to (0.5, 0.6)", f"data changed from {folder} to {moved}"}
