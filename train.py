@@ -970,6 +970,8 @@ def default_workers():
 
 def autocast(args):
     """Return the mixed-precision context set by --amp; it does nothing in float32."""
+    if args.device.type == "cpu":                          # fused attention is slow there in bf16
+        torch.backends.cuda.enable_flash_sdp(args.dtype is not torch.bfloat16)
     return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
 
 

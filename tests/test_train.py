@@ -355,6 +355,13 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
     assert str(train.choose_device(args)) == "cpu"
 
 
+def test_attention_on_a_cpu(pretrain):
+    """Fused attention is used in float32, but not in bf16, where it is slower."""
+    for amp in ("bf16", "fp32"):
+        pretrain("--epochs", "0", "--amp", amp, name=amp)
+        assert torch.backends.cuda.flash_sdp_enabled() == (amp == "fp32")
+
+
 @pytest.mark.parametrize("cores, processes, platform, wanted", [
     (6, None, "linux", 6), (20, None, "linux", 16), (16, "4", "linux", 4), (6, None, "darwin", 0)])
 def test_default_workers(monkeypatch, cores, processes, platform, wanted):
