@@ -341,9 +341,7 @@ def apply_recipe(args, recipe, low_res, config, n):
     """Fill in each flag that was not given, from `recipe` or, if is_low_res(config), from `low_res`
     and then `recipe`. `config` holds the encoder's sizes. The default batch size is at most a tenth
     of n, the number of training images."""
-    if is_low_res(config):
-        recipe = {**recipe, **low_res}
-    recipe = {**SHARED, **recipe}
+    recipe = {**SHARED, **recipe, **(low_res if is_low_res(config) else {})}
     given = [name for name in recipe if getattr(args, name, None) is not None]
     for name, value in recipe.items():
         if name not in given:
@@ -724,9 +722,9 @@ def center_crop(image, img_size, fraction):
 
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright, with transparent pixels on a white
-    background. JPEGs take a fast path."""
+    background. JPEGs take a fast path, as long as torchvision has it."""
     data = Path(file).read_bytes()
-    if data[:2] == b"\xff\xd8":                            # the first bytes of every JPEG
+    if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     with Image.open(file) as opened:
@@ -753,8 +751,7 @@ def draw_shapes(n, img_size, seed):
     """Draw n images (n,3,H,W), uint8, each with a shape on a background of another colour, and
     return them with their labels (n,)."""
     g, (H, W), images = torch.Generator().manual_seed(seed), img_size, []
-    rows, columns = torch.meshgrid(torch.linspace(-1, 1, H), torch.linspace(-1, 1, W),
-                                   indexing="ij")                      # (H, W) each
+    rows, columns = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)    # (H, 1), (W,)
     labels = torch.arange(n) % len(SHAPES)
     for label in labels.split(500):
         b = len(label)
@@ -815,11 +812,9 @@ def read_checkpoint(path, heads=None, mmap=False):
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         state = dict(content.get("model", content))
-    except OSError:                                        # for example a missing file
-        raise
     except Exception as error:                             # a broken file can raise anything
         why = " ".join(f"{type(error).__name__} {error}".split()).split(". ")[0][:150]
-        raise InputError(f"{path} is damaged or not a weights-only checkpoint: {why}") from None
+        raise InputError(f"{path} cannot be read as a weights-only checkpoint: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -960,14 +955,6 @@ def choose_device(args):
     return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
 
 
-def default_workers():
-    """Return the default --workers: one per CPU core of this process, at most 16. A worker reads
-    about 550 JPEGs of 500x375 pixels per second, and a GPU needs up to 7,500 for a ViT-B."""
-    if sys.platform != "linux":                            # without fork, workers start slowly
-        return 0
-    return min(16, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def autocast(args):
     """Return the mixed-precision context set by --amp; it does nothing in float32."""
     if args.device.type == "cpu":                          # fused attention is slow there in bf16
@@ -1048,6 +1035,9 @@ def add_options(parser, encoder=True, training=True):
     """Add the flags that both scripts share, except for the recipe. Without `encoder`, leaves out
     flags for training images and encoder; without `training`, flags for a training run."""
     count = number(int, 1)
+    # a worker for each CPU core of this process; none outside Linux, where they start slowly
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if not added
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     option = parser.add_argument_group("data and device").add_argument
@@ -1055,7 +1045,7 @@ def add_options(parser, encoder=True, training=True):
            "and --eval, the checkpoint's data)")
     option("--eval_images", type=count, metavar="N",
            help="validate on at most N images (train.py: 1000; finetune.py: all)")
-    option("--workers", type=number(int, 0), default=default_workers(), metavar="N",
+    option("--workers", type=number(int, 0), default=workers, metavar="N",
            help="data loading workers (CPU cores / processes, at most 16; 0 outside Linux)")
     option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",

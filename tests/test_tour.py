@@ -420,7 +420,7 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     Path("runs/new").mkdir(parents=True)
     torch.save(dict(method="mae", config=config, model=MAE(**config).state_dict()),
                "runs/new/last.pt")
-    torchvision.io.write_png((255 * torch.rand(3, 100, 182)).byte(), "a.png")
+    torchvision.utils.save_image(torch.rand(3, 100, 182), "a.png")
     seen = []
     with patch.object(tour, "strip_of", lambda model, image, _: seen.append(image) or ""):
         main(["mae", "--checkpoint", "runs/new", "--image", "a.png", "--out", "x.html"])

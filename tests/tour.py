@@ -22,7 +22,7 @@ from base64 import b64encode
 from contextlib import redirect_stdout
 from functools import lru_cache
 from html import escape
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -221,7 +221,9 @@ def png(x, height, text=""):
     """Return an image (3,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption."""
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
-    data = b64encode(torchvision.io.encode_png((x * 255).byte(), 9).numpy().tobytes()).decode()
+    file = BytesIO()
+    torchvision.utils.save_image(x, file, format="PNG")
+    data = b64encode(file.getvalue()).decode()
     return (f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
             f"<figcaption>{text}</figcaption></figure>")
 
