@@ -184,8 +184,8 @@ def test_noise_and_masks(name):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_export_takes_any_batch(name):
     """Encoder, decoder and pasting, exported with two images, give the same results for five."""
-    model, inputs, batch = build(name), images_and_noise(5), {0: torch.export.Dim("batch")}
-    model.forward = model.reconstruct
+    model, inputs = build(name), images_and_noise(5)
+    model.forward, batch = model.reconstruct, {0: torch.export.Dim("batch", max=2 ** 20)}
     program = torch.export.export(model, tuple(x[:2] for x in inputs), strict=False,
                                   dynamic_shapes=[batch, batch])
     assert all(torch.allclose(*pair, atol=1e-5)
@@ -432,8 +432,9 @@ def test_the_seed_is_the_run(name, pretrain):
     ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
 def test_initial_weights(name, tokens):
     """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Positions
-    of encoder and decoder are not trained. Linear layers have zero biases and Xavier-uniform weights, except patch embeddings (test_vit.py),
-    mixing weights (test_crossmae.py) and MINR's to_columns (PyTorch's default)."""
+    of encoder and decoder are not trained. Linear layers have zero biases and Xavier-uniform
+    weights, except patch embeddings (test_vit.py), mixing weights (test_crossmae.py) and MINR's
+    to_columns (PyTorch's default)."""
     decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
     model = build(name, dim=512, depth=1, **decoder)
     others = "to_columns", "wfm", "encoder.patch_embed"
