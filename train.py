@@ -756,7 +756,7 @@ def draw_shapes(n, img_size, seed):
     for label in labels.split(500):
         b = len(label)
         u = torch.rand(11, b, 1, 1, generator=g)                       # (b, 1, 1) each
-        y, x = rows + 0.6 * u[0] - 0.3, columns + 0.6 * u[1] - 0.3     # (b, H, W) each
+        y, x = rows + 0.6 * u[0] - 0.3, columns + 0.6 * u[1] - 0.3     # (b, H, 1), (b, 1, W)
         outline = torch.tensor([*SHAPES.values()])[label]              # (b, 3)
         m, q, k = outline.T.reshape(3, b, 1, 1)                        # (b, 1, 1) each
         angle = m * (torch.atan2(y, x) + 7 * u[2]) / 4                 # (b, H, W)
@@ -814,7 +814,7 @@ def read_checkpoint(path, heads=None, mmap=False):
         state = dict(content.get("model", content))
     except Exception as error:                             # a broken file can raise anything
         why = " ".join(f"{type(error).__name__} {error}".split()).split(". ")[0][:150]
-        raise InputError(f"{path} cannot be read as a weights-only checkpoint: {why}") from None
+        raise InputError(f"cannot read checkpoint {path}: {why}") from None
     if "method" not in content:
         state = from_released(state)
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -956,9 +956,10 @@ def choose_device(args):
 
 
 def autocast(args):
-    """Return the mixed-precision context set by --amp; it does nothing in float32."""
-    if args.device.type == "cpu":                          # fused attention is slow there in bf16
-        torch.backends.cuda.enable_flash_sdp(args.dtype is not torch.bfloat16)
+    """Return the mixed-precision context set by --amp; it does nothing in float32. Also turns fused
+    attention off for bf16 on CPUs, where it was slower, and otherwise on."""
+    slow = args.device.type == "cpu" and args.dtype is torch.bfloat16
+    torch.backends.cuda.enable_flash_sdp(not slow)         # also sets CPUs, despite its name
     return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
 
 
@@ -1035,7 +1036,7 @@ def add_options(parser, encoder=True, training=True):
     """Add the flags that both scripts share, except for the recipe. Without `encoder`, leaves out
     flags for training images and encoder; without `training`, flags for a training run."""
     count = number(int, 1)
-    # a worker for each CPU core of this process; none outside Linux, where they start slowly
+    # this process's share of the CPU cores; none outside Linux, where workers start slowly
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if not added
@@ -1159,7 +1160,7 @@ def run_cli(parser, work, argv):
     try:
         start_processes(args)
         row = work(args)
-    except (InputError, OSError) as error:                 # OSError: a missing file, for example
+    except (InputError, OSError) as error:                 # OSError: a full disk, for example
         # only the last line: a worker's error starts with a traceback
         parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     except KeyboardInterrupt:

@@ -318,9 +318,10 @@ def handout(folder, names):
     readme.write_text(re.sub(r"(?s)\n\*\*MAE's loss\*\*.*?```\n", "", readme.read_text("utf-8")),
                       "utf-8")
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
-            "class's) and the paper tell you what it must do. The checks compare your results "
-            "with plain-loop references in `tests/references.py`; try not to look at those. Ties, "
-            "speed and errors for invalid arguments are not checked.",
+            "class's), the paper and the list at the end of the file (where paper and release "
+            "differ) tell you what it must do. The checks compare your results with plain-loop "
+            "references in `tests/references.py`; try not to look at those. Ties, speed and errors "
+            "for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
             "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`"]

@@ -161,7 +161,7 @@ def test_broken_checkpoints(desk, refused, name):
     bad.parent.mkdir()
     content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
     bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
-    before, why = listing(desk), ["checkpoint: EOFError"] if name == "empty" else []
+    before, why = listing(desk), [": EOFError"] if name == "empty" else []
     for kind, words in (("train", "--name bad --resume"), ("train", "--init runs/bad"),
                         ("eval", "--eval runs/bad/last.pt"),
                         ("train", "--method imae --teacher runs/bad"),

@@ -359,7 +359,7 @@ def test_devices(monkeypatch, gpus, mps, processes, wanted):
 
 
 def test_attention_on_a_cpu(pretrain):
-    """Fused attention is used in float32, but not in bf16, where it is slower."""
+    """Fused attention is on in float32, but off in bf16, where it was slower."""
     for amp in ("bf16", "fp32"):
         pretrain("--epochs", "0", "--amp", amp, name=amp)
         assert torch.backends.cuda.flash_sdp_enabled() == (amp == "fp32")
