@@ -1,7 +1,7 @@
 """Pretrain and evaluate every method for the same number of epochs, with the commands a user types:
 
-    python -m tests.results --data data/cifar10                # continues where it stopped
-    python -m tests.results --data data/cifar10 --size tiny --epochs 50 --batch_size 512
+    python -m tests.results --out again.jsonl                  # continues where it stopped
+    python -m tests.results --out again.jsonl --size tiny --epochs 50 --batch_size 512
     python -m tests.results --tables                           # writes the tables and pictures
 
 Each result is a line of --out. If it has several lines, all of them count. A seed controls all
@@ -350,7 +350,7 @@ def write_tables(folder):
         for kind, log in zip(FIRST[2:], sorted(folder.glob("recipe_*.jsonl")))]
     if curves:
         draw(pictures / "recipe.svg", [
-            panel("CIFAR-10", "epoch", "top-1 accuracy, %", curves, joined=True)])
+            panel("CIFAR-10", "epochs with labels", "test accuracy, %", curves, joined=True)])
 
 
 def main(argv=None):
