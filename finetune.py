@@ -248,7 +248,7 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-LOW_RES = dict(  # our own settings
+LOW_RES = dict(  # our own settings, for --size micro
     batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),

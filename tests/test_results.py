@@ -14,9 +14,9 @@ import train
 from tests import results
 from tests.conftest import ROOT, write_pictures
 
-FILES = "README.md tests/results.jsonl tests/RESULTS.md .github/results.svg".split()
-README, _, RESULTS, _ = ((ROOT / file).read_text("utf-8") for file in FILES)
-LINES, CODES = results.read_lines(ROOT / FILES[1]), {v: k for k, v in results.NAMES.items()}
+FILES = "README.md tests/RESULTS.md .github/results.svg .github/recipe.svg".split()
+README, RESULTS, *_ = ((ROOT / file).read_text("utf-8") for file in FILES)
+LINES, CODES = results.read_lines(ROOT / results.OUT), {v: k for k, v in results.NAMES.items()}
 ROWS = {table: re.findall(r"^\| ([^|]+) \| (.*) \|$", RESULTS.split(f"<!-- {table} -->")[1].split(
     "<!-- /")[0], re.M) for table in dict.fromkeys(line["table"] for line in LINES)}
 
@@ -88,7 +88,7 @@ def test_every_cell():
 
 def test_sentences():
     """Each number is in a row of a method that its paragraph names. Unclear ones are called so."""
-    runs = results.read_numbers(ROOT / FILES[1])[0].found
+    runs = results.read_numbers(ROOT / results.OUT)[0].found
     moved = (max(map(np.ptp, runs["ginr", key].values())) for key in (results.PIXELS, "20-NN"))
     micro, tiny = map(list, ROWS.values())
     micro.append(("MINR, trained again", "{:.2f} {:.1f}".format(*moved)))
@@ -110,11 +110,11 @@ def test_sentences():
 
 
 def test_all_is_up_to_date(tmp_path):
-    for file in FILES:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-    (tmp_path / "tests/recipe_from_scratch.jsonl").write_text('{"epoch":1,"top1":9}\n{"epoch":2}')
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for folder in ("tests", ".github"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for log in ROOT.glob("tests/recipe_*.jsonl"):
+        assert f" {results.read_lines(log)[-1]['top1']:.1f}%" in README, log
     results.write_tables(tmp_path / "tests")
     for file in FILES:
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes(), f"{file}: use --tables"
-    assert ">from scratch<" in (tmp_path / ".github/recipe.svg").read_text()
