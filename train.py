@@ -988,7 +988,7 @@ def mean_over_processes(sums, n, args):
 
 # ------------------------------------------------------------------------------- the command line
 LOW_RES_HELP = ('"low_res" values are for images of up to 64 pixels, and for any encoder no '
-                "wider than micro.")
+                "wider than micro.\nTheir learning rates were chosen for micro.")
 LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
               formatter_class=argparse.RawDescriptionHelpFormatter)
 SHARED = dict(lr=None, blr=None, min_lr=0.0)               # unless a recipe sets them
