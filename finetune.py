@@ -18,61 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (LAYOUT, LOW_RES_HELP, Parser, add_options, add_recipe, apply_recipe, autocast,
-                   crop_batch, crop_transform, data_of, fit, initialize, mean_over_processes,
-                   name_run, number, open_data, read_checkpoint, run_cli, run_of, val_batches,
-                   vit_config)
+from train import (DATA, DEFAULTS, ENCODER, RECIPE, RUN, add_flags, apply_recipe, autocast, count,
+                   crop_batch, crop_transform, fit, fraction, in_range, initialize,
+                   mean_over_processes, new_parser, open_data, open_run, positive, read_checkpoint,
+                   run_cli, run_of, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
 def finetune(args):
-    """Run --mode finetune, scratch, linear or knn, and return the last row of the log or, for knn,
-    the accuracies. `args` holds the flags and what train.start_processes adds."""
-    source = {"config": {}, "flags": {"data": "shapes"}, "model": {}}
-    if args.checkpoint is not None:                        # "" must not mean "none given"
-        source = read_checkpoint(args.checkpoint, args.heads)
-    args.data = data_of(source, args.checkpoint, args)
-    if args.mode != "knn":
-        name_run(args, run_name(args, source["flags"].get("data")))
-    train, val, img_size = open_data(
-        args.data, args.img_size or source["config"].get("img_size"), args)
-    require(len(train.classes) > 1, f"--data {args.data} has {len(train.classes)} classes: put the "
-                                    f"images into at least two class folders in train/ and val/")
-    keep_labels(train, args.labels, args.seed)
-    config = vit_config(args, img_size, source["config"])
-    recipe, low_res = RECIPES[args.mode]
-    apply_recipe(args, recipe, low_res, config, len(train.labels))
-    require(args.mode != "linear" or args.batch_size > args.world * args.accum,
-            f"--batch_size {args.batch_size}: BatchNorm needs two images per --accum piece")
-    args.pairs = args.same_draws = False                   # drop path differs between processes
-
-    torch.manual_seed(args.seed)
-    extra_tokens = count_extra_tokens(source["model"])
-    has_norm = "encoder.norm.weight" in source["model"]
-    args.pool = args.pool or default_pool(extra_tokens, config["dim"])
-    config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
-                  smoothing=args.smoothing, drop_path=args.drop_path,
-                  probe=args.mode in ("linear", "knn"),
-                  norm=has_norm if getattr(args, "norm", None) is None else args.norm,
-                  mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
-    model = Classifier(**config).to(args.device)
-    if args.mode == "knn":
-        model.head = None                                  # only the encoder is used
-    kind = "extra" if extra_tokens else "patch"
-    pooled = {"mean": "mean of the patch tokens", "token": "class token",
-              "extra": "mean of the extra tokens", "joined": f"all {kind} tokens joined"}
-    print(f"features: {pooled[args.pool]}, {model.width} numbers (--pool {args.pool})")
-    if args.mode != "scratch":
-        initialize(model, source, args.checkpoint)
-    del source                                             # its weights are in the model now
-    if args.mode == "knn":
-        row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
-        largest = 100 * val.labels.bincount().max().item() / len(val.labels)
-        n, k = len(val.labels[:args.eval_images]), min(args.k, len(train.labels))
-        print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}, by "
-              f"{k} neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
-        return row
+    """Run --mode finetune, scratch or linear, and return the last row of the log."""
+    model, config, train, val, img_size, saved = prepare(args)
     if args.eval_every is None:                            # few labels: validate less often
         args.eval_every = max(1, args.epochs // 50, round(len(val.labels) / len(train.labels)))
     make_inputs = augmentation(train, model, img_size, args)
@@ -84,21 +40,75 @@ def finetune(args):
                 dist.broadcast(buffer, 0)
         return evaluate(model.classify, val, args, img_size)
 
-    row = fit(args, model, groups, train, val, make_inputs, evaluate_model,
-              method="classifier", config=config)
-    last = Path(args.runs, args.name, "last.pt")
-    print(f'next    python finetune.py --mode eval --checkpoint "{last}"')
+    return fit(args, model, groups, train, val, make_inputs, evaluate_model, saved,
+               method="classifier", config=config)
+
+
+def nearest_neighbours(args):
+    """Run --mode knn: print and return the accuracies."""
+    model, _, train, val, img_size, _ = prepare(args)
+    row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
+    largest = 100 * val.labels.bincount().max().item() / len(val.labels)
+    n, k = len(val.labels[:args.eval_images]), min(args.k, len(train.labels))
+    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}, by {k} "
+          f"neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
     return row
 
 
-def run_name(args, source_data):
-    """Name a run after its checkpoint and mode, its data if new, and --labels if below 1."""
+def prepare(args):
+    """Open the checkpoint and the data, and build the classifier. Returns it, its constructor
+    arguments, train, val, the image size, and the last.pt of a run that is resumed, or {}."""
+    saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
+    source = saved or {"config": {}, "flags": {}, "model": {}}
+    if args.checkpoint and not saved:
+        source = part_of(read_checkpoint(args.checkpoint, args.heads), args.part)
+    args.data = args.data or source["flags"].get("data", "shapes")
+    img_size = args.img_size or source["config"].get("img_size")
+    train, val, img_size = open_data(args.data, img_size, args)
+    require(len(train.classes) > 1, f"--data {args.data} has {len(train.classes)} classes: put the "
+                                    f"images into at least two class folders in train/ and val/")
+    keep_labels(train, args.labels, args.seed)
+    config = vit_config(args, img_size, source["config"])
+    if args.mode != "knn":
+        apply_recipe(args, *RECIPES[args.mode], config, len(train.labels))
+        config.update(smoothing=args.smoothing, drop_path=args.drop_path)
+    args.pairs = args.same_draws = False                   # drop path differs between processes
+
+    extra_tokens = count_extra_tokens(source["model"])
+    norm = getattr(args, "norm", None)                     # of a probe's encoder
+    args.pool = args.pool or default_pool(extra_tokens, config["dim"])
+    config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
+                  probe=args.mode in ("linear", "knn"),
+                  norm="encoder.norm.weight" in source["model"] if norm is None else norm,
+                  mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
+    torch.manual_seed(args.seed)
+    model = Classifier(**config).to(args.device)
+    print(f"features: {model.width} numbers (--pool {args.pool})")
+    if args.mode == "knn":
+        model.head = None                                  # only the encoder is used
+    if args.mode != "scratch" and not saved:
+        initialize(model, source, args.checkpoint)
+    return model, config, train, val, img_size, saved
+
+
+def run_name(args):
+    """Name a run after its checkpoint and mode, --data if given, and --labels if below 1."""
     words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
-    if not args.checkpoint or args.data != source_data:
-        words.append(Path(args.data).resolve().name)
+    if args.data or not args.checkpoint:
+        words.append(Path(args.data or "shapes").absolute().name.removesuffix(".pt"))
     if args.labels < 1:
         words.append(f"{args.labels:g}")
     return "_".join(words)
+
+
+def part_of(content, part):
+    """Return a checkpoint whose encoder is its part `part`, such as a momentum teacher."""
+    if part == "encoder":
+        return content
+    state = {f"encoder.{name.removeprefix(part + '.')}": value
+             for name, value in content["model"].items() if name.startswith(f"{part}.")}
+    require(state, f"--part {part}: the checkpoint has no such part")
+    return {**content, "model": state}
 
 
 def augmentation(train, model, img_size, args):
@@ -252,7 +262,6 @@ LOW_RES = dict(  # our own settings, for --size micro
     batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
-    "knn": (FINETUNE, LOW_RES), "eval": (FINETUNE, LOW_RES),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # item 9
 
 
@@ -261,14 +270,15 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train
 def evaluate(score, val, args, img_size):
     """Return the accuracies {"top1", "top5"} on val in %, and None, for which train.fit saves no
     picture. score(images) returns scores (b,classes)."""
-    sums = {"top1": 0, "top5": 0}                          # a process without images reports zeros
+    sums, n = {"top1": 0, "top5": 0}, 0                    # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
             scores = score(images)                                     # (b, classes)
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
         sums["top1"] += 100 * right[:, 0].sum()
         sums["top5"] += 100 * right.sum()
-    return mean_over_processes(sums, len(val.labels[:args.eval_images]), args), None
+        n += len(images)
+    return mean_over_processes(sums, n, args), None
 
 
 @torch.no_grad()
@@ -290,6 +300,8 @@ def knn(model, train, args, img_size, temperature=0.07):
     if args.world > 1:                                     # each process has filled its own rows
         dist.all_reduce(bank)
         dist.all_reduce(bank_labels)
+    was_read = bank.any(dim=1)                             # False for images that cannot be read
+    bank, bank_labels = bank[was_read], bank_labels[was_read]
 
     def score(images):
         features = embed(images)                                       # (b, width)
@@ -309,9 +321,8 @@ def evaluate_checkpoint(args):
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
     require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
                                  f"--mode finetune or linear")
-    args.data = data_of(content, args.checkpoint, args)
-    args.batch_size = args.batch_size or 250 * args.world
-    _, val, img_size = open_data(args.data, config["img_size"], args)
+    args.data = args.data or content["flags"].get("data", "shapes")
+    val, img_size = open_data(args.data, config["img_size"], args, parts=["val"])
     classes = content.get("classes", val.classes)
     require(len(val.classes) == config["classes"] and val.classes == classes,
             f"{args.checkpoint} was trained on {config['classes']} classes "
@@ -326,55 +337,56 @@ def evaluate_checkpoint(args):
 
 
 # ------------------------------------------------------------------------------- the command line
+FEATURES = {  # flags, as in train.py
+    "part": (str, "name of the part of the checkpoint that is the encoder, e.g. teacher"),
+    "pool": (("mean", "token", "extra", "joined"), "features. mean: mean of the patch tokens "
+             "(default); token: class token; extra: mean of the extra tokens (MINR's weight "
+             "tokens); joined: all extra (MINR's default) or patch tokens as one vector")}
+AUGMENT = {
+    "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
+    "erasing": (fraction, "probability of erasing a rectangle"),
+    "mixup": (positive, "alpha of MixUp; 0: off"), "cutmix": (positive, "alpha of CutMix; 0: off"),
+    "mix_ratio": (fraction, "weight of each image in a mixture with another image of the batch; "
+                            "used instead of MixUp and CutMix; 0: off"),
+    "smoothing": (fraction, "label smoothing")}
+ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
+    "drop_path": (fraction, "drop path rate of the last block"),
+    "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
+
+
 def main(argv=None):
     """Run `python finetune.py` with the arguments `argv`. Returns the last row of log.jsonl.
     The modes knn and eval write no files, and return {"top1", "top5"}."""
-    parser = Parser("finetune.py", **LAYOUT)
+    parser = new_parser("finetune.py", "usage: python finetune.py --checkpoint FILE --mode "
+                        f"{'|'.join(RECIPES)}|knn|eval [--flag value ...]")
     option = parser.add_argument
-    option("--mode", choices=RECIPES, default="finetune", metavar="NAME",
+    option("--mode", choices=(*RECIPES, "knn", "eval"), default="finetune", metavar="NAME",
            help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
                 "from random weights, with the sizes and data of any --checkpoint; eval: "
                 "evaluate a fine-tuned checkpoint (finetune)")
     mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
-    training = mode not in ("knn", "eval")
     option("--checkpoint", metavar="FILE", required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
+    add_flags(parser, "data and device", DATA)
     if mode == "eval":
-        option("--heads", type=number(int, 1), metavar="N", help="number of attention heads, "
-               "for a released encoder of an unusual size")
-    else:
-        option("--labels", type=number(float, 1e-6, 1), default=1.0, metavar="X",
-               help="use this fraction of each class's labels, at least one per class (1)")
-        option("--pool", choices=("mean", "token", "extra", "joined"), help="features. mean: "
-               "mean of patch tokens; token: class token; extra: mean of extra tokens (MINR's "
-               "weight tokens); joined: all extra or, without any, all patch tokens, concatenated "
-               f"(mean); for MINR: joined, or extra if that gives above {MOST_FEATURES} numbers")
+        add_flags(parser, "encoder", {"heads": ENCODER["heads"]})
+        return run_cli(parser, evaluate_checkpoint, argv)
+    add_flags(parser, "training images and encoder", ENCODER)
+    add_flags(parser, "features", FEATURES, dict(part="encoder"))
+    option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
+           help="use this fraction of each class's labels, at least one per class (1)")
     if mode == "knn":
-        option("--k", type=number(int, 1), default=20, help="number of neighbours (20)")
+        option("--k", type=count, default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
         option("--norm", action=argparse.BooleanOptionalAction,
                help="whether the frozen encoder ends with a LayerNorm (as in the checkpoint)")
-    add_options(parser, mode != "eval", training)
-    if training:
+    if mode != "knn":
+        add_flags(parser, "run", RUN)
         recipe, low_res = RECIPES[mode]
-        add, fraction, positive = (add_recipe(parser, f"recipe of --mode {mode}", recipe, low_res),
-                                   number(float, 0, 1), number(float, 0))
-        add("randaug", "magnitude of RandAugment, up to 30; 0: off", type=number(int, 0, 30),
-            metavar="N")
-        add("erasing", "probability of erasing a rectangle", type=fraction, metavar="X")
-        add("mixup", "alpha of MixUp; 0: off", type=positive, metavar="X")
-        add("cutmix", "alpha of CutMix; 0: off", type=positive, metavar="X")
-        add("mix_ratio", "weight of each image in a mixture with another image of the batch; used "
-            "instead of MixUp and CutMix; 0: off", type=fraction, metavar="X")
-        add("smoothing", "label smoothing", type=fraction, metavar="X")
-        if mode != "linear":                               # a probe's encoder is frozen
-            add("drop_path", "drop path rate of the last block", type=fraction, metavar="X")
-            add("layer_decay", "ratio of a layer's learning rate to the next layer's learning "
-                "rate; 1: no decay", type=fraction, metavar="X")
-    parser.description = (
-        f"usage: python finetune.py --checkpoint FILE --mode {mode} [--flag value ...]\n\n"
-        f"Fine-tune or evaluate an encoder. Defaults are in parentheses.\n{LOW_RES_HELP}")
-    return run_cli(parser, evaluate_checkpoint if mode == "eval" else finetune, argv)
+        flags = {**RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
+        add_flags(parser, "recipe", flags, {**DEFAULTS, **recipe}, low_res)
+    parser.set_defaults(part="encoder")
+    return run_cli(parser, nearest_neighbours if mode == "knn" else finetune, argv)
 
 
 # Paper and release: where they or torchvision differ, and what we do

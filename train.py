@@ -2,7 +2,8 @@
 
 Read it from the top. `pretrain` opens the data, builds the model, and hands both to `fit`. `fit`
 calls `train_epoch` for each epoch, and that calls `train_step`: forward, backward, optimizer step.
-Then come helpers, model and recipe, evaluation, data, checkpoints, processes, the command line.
+Then come model and recipe, evaluation, data, checkpoints, processes, the command line. `args` has
+all settings: the flags, what the recipe sets where a flag was not given, rank, world and device.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
@@ -16,30 +17,34 @@ import inspect
 import json
 import math
 import os
+import pickle
 import re
 import shlex
+import signal
 import sys
 import zlib
-from contextlib import nullcontext
-from datetime import timedelta
+from collections import Counter
+from contextlib import nullcontext, suppress
 from functools import partial
 from glob import glob
-from itertools import chain, islice, tee
+from io import BytesIO
+from itertools import islice, tee
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossBlock, CrossMAE, decoder_attention
+from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
@@ -52,18 +57,23 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 
 # --------------------------------------------------------------------------------------- training
 def pretrain(args):
-    """Train the model of --method on --data, and return the last row of log.jsonl. `args` holds the
-    flags and the command. start_processes adds rank, world, local_rank, device and dtype; this
-    function adds pairs and same_draws; open_folder adds files; apply_recipe sets other flags."""
-    args.data = args.data or "shapes"
-    name_run(args, f"{args.method}_{Path(args.data).resolve().name}")
-    init = read_checkpoint(args.init, args.heads) if args.init else {"config": {}}
-    img_size = args.img_size or init["config"].get("img_size")
+    """Train the model of --method on --data, and return the last row of log.jsonl."""
+    cls, args.data = METHODS[args.method], args.data or "shapes"
+    saved = open_run(args, f"{args.method}_{Path(args.data).absolute().name.removesuffix('.pt')}")
+    source = saved or (read_checkpoint(args.init, args.heads) if args.init else {"config": {}})
+    img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
-    model, config = build_model(args, train, img_size, init)
-    del init                                               # its weights are in the model now
-    args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
+    config = vit_config(args, img_size, {"in_chans": len(cls.mean), **source["config"]})
+    model, config = build_model(args, config, saved)
+    if args.init and not saved:
+        initialize(model, source, args.init)
+    del source                                             # its weights are in the model now
+    apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
+    # True: i-MAE learns from pairs of images; "views": a method that compares two crops of an image
+    args.pairs = getattr(cls, "pairs", False)
     args.same_draws = True                                 # MINR's random pixels: see train_step
+    if args.pairs is True:
+        check_same_class(train.labels, train.classes, args.same_class)
     if not train.in_memory:                                # random crops, not centre crops
         train.transform = crop_transform(img_size, args)
 
@@ -74,108 +84,103 @@ def pretrain(args):
         images, *partners = [normalize(x, model) for x in crops]
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
-        alpha = [model.draw_alpha(args.device)] if args.pairs else []
+        alpha = [model.draw_alpha(args.device)] if args.pairs is True else []
         return images, local_part(noise, args), *partners, *alpha
 
-    args.eval_every = args.eval_every or max(1, args.epochs // 50)
     evaluate = partial(evaluate_psnr, model, val, args, args.mask)
-    row = fit(args, model, decay_groups(model, args.weight_decay), train, val, make_inputs,
-              evaluate, method=args.method, config=config)
-    folder = Path(args.runs, args.name)
-    script = "finetune.py --checkpoint" if train.classes else "train.py --eval"
-    print(f"see     {folder / 'recon.png'}: original, masked, decoded, decoded with visible pixels")
-    print(f'next    python {script} "{folder / "last.pt"}"')
-    return row
+    return fit(args, model, decay_groups(model, args.weight_decay), train, val, make_inputs,
+               evaluate, saved, method=args.method, config=config)
 
 
-def fit(args, model, groups, train, val, make_inputs, evaluate, **content):
+def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content):
     """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
     returns the model's arguments. evaluate() returns scores {name: value} and the columns of
-    recon.png, or None. `content` is saved in last.pt."""
+    recon.png, or None. `saved` is the last.pt of a run that is resumed, or {}. `content` goes into
+    the new last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
-    require(args.batch_size <= n, f"--batch_size {args.batch_size} exceeds the {n} training images")
-    require(args.batch_size % pieces == 0, f"--batch_size {args.batch_size} is not divisible by "
-                                           f"{args.world} processes x --accum {args.accum}")
+    require(args.batch_size <= n and args.batch_size % pieces == 0,
+            f"--batch_size {args.batch_size} must be at most {n}, the number of images, and "
+            f"divisible by {args.world} processes x --accum {args.accum}")
+    args.eval_every = args.eval_every or max(1, args.epochs // 50)
     optimizer = make_optimizer(args, groups)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
-    folder = Path(args.runs, args.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    last, log = folder / "last.pt", folder / "log.jsonl"
-    history = resume(last, model, optimizer, scaler, content, args)
+    history = resume(saved, model, optimizer, scaler, content, args) if saved else []
     start = history[-1]["epoch"] if history else 0
     describe(args, model, train, val)
-    net = wrap(model, args)
+    net, folder = wrap(model, args), Path(args.runs, args.name)
+    if args.rank == 0 and not history:                     # with --overwrite: no later --resume may
+        (folder / "last.pt").unlink(missing_ok=True)       # continue the old run
 
-    def write_log():
-        if args.rank == 0:
-            log.write_text("".join(json.dumps(row) + "\n" for row in history))
-
-    def evaluate_and_save(row):
-        """Evaluate, add the scores to this epoch's row, and write last.pt and recon.png."""
-        began = perf_counter()
-        scores, columns = evaluate()
-        row.update(scores, eval_s=round(perf_counter() - began, 2))
-        if args.rank == 0:
-            save(last, dict(content, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                            scaler=scaler.state_dict(), epoch=row["epoch"], history=history,
-                            flags=vars(args), classes=train.classes, mean=model.mean,
-                            std=model.std, torch=str(torch.__version__)))
-            if columns:
-                save_picture(columns, folder / "recon.png")
+    def save_run(columns):
+        """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
+        weights, epoch = model.state_dict(), history[-1]["epoch"]
+        require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
+                f"epoch {epoch}: use --clip_grad or a lower --lr")
+        save(folder / "last.pt", dict(
+            content, model=weights, optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+            epoch=epoch, history=history, flags=vars(args), classes=train.classes,
+            mean=model.mean, std=model.std, torch=str(torch.__version__)))
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+        if columns:
+            save_picture(columns, folder / "recon.png")
 
     if args.epochs == 0 and not history:                   # no training: save the initial model
-        history.append({"epoch": 0})
-        evaluate_and_save(history[0])
-    write_log()                                            # drop rows that are newer than last.pt
+        scores, columns = evaluate()
+        history.append({"epoch": 0, **scores})
+        if args.rank == 0:
+            save_run(columns)
     batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
-    ended = perf_counter()
+    saved_at = perf_counter()
     for epoch in range(start, args.epochs):
-        between = perf_counter() - ended                   # spent on validating and saving
-        row = train_epoch(epoch, net.train(), optimizer, scaler, batches, n // args.batch_size,
-                          make_inputs, args)
-        row["between_s"], ended = round(between, 2), perf_counter()
-        history.append(row)
-        if (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs:
-            evaluate_and_save(row)
-        write_log()
-        shown = [f"{name} {row[name]:.2f}" for name in ("psnr_masked", "top1") if name in row]
-        print(f"epoch {epoch + 1}:", ", ".join([f"loss {row['loss']:.4f}", *shown,
-              f"{row['img_s']:.0f} img/s", f"wait {row['wait']:.1%}",
-              f"between epochs {between / (between + row['train_s']):.1%}"]), flush=True)
-    print(f"see     {log} and {last}")
+        row = train_epoch(epoch, model, net.train(), optimizer, scaler, batches,
+                          n // args.batch_size, make_inputs, args)
+        due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
+        scores, columns = evaluate() if due else ({}, None)
+        history.append({**row, **scores})
+        if epoch == start:
+            report_unreadable(args, train, val)
+        print(f"epoch {epoch + 1}:", ", ".join(f"{name} {history[-1][name]:.4g}" for name in (
+            "loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]), flush=True)
+        if args.rank == 0 and (due or perf_counter() - saved_at > 60):
+            save_run(columns)
+            saved_at = perf_counter()
+    print("see    ", *sorted(folder.glob("*.*")))
     return history[-1]
 
 
-def train_epoch(epoch, net, optimizer, scaler, batches, steps, make_inputs, args):
-    """Train for an epoch, on the next `steps` batches, and return its row for the log."""
-    totals = {}
+def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_inputs, args):
+    """Train for an epoch, on the next `steps` batches, and return its row for the log. `net` is the
+    model, wrapped for several processes or compiled."""
+    totals, waited = {}, 0.0
     pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
     bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
                unit_scale=args.batch_size, leave=False, mininterval=pause, delay=pause,
                disable=args.rank > 0)
     began = asked = perf_counter()                         # asked: when a batch was last requested
-    waited = 0.0
     for step, (images, labels) in enumerate(bar, start=1):
         waited += perf_counter() - asked
         lr = learning_rate(epoch + (step - 1) / steps, args)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)             # finetune: layer decay
-        step_seed = hash((args.seed, epoch, step))
+        step_seed = hash((args.seed, epoch, step))         # integers hash the same everywhere
         torch.manual_seed(step_seed)                       # seeds crops, masks and mixing
         inputs = make_inputs(images, labels)
         metrics = train_step(net, optimizer, scaler, inputs, step_seed + 1, args)
+        if hasattr(model, "after_step"):                   # a momentum teacher, for example
+            model.after_step((epoch + step / steps) / args.epochs)
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0) + value
         if step % 20 == 0 or step == steps:                # the loop's only host-device sync
-            check_finite(metrics["loss"], [*net.parameters()] if step == steps else [], scaler,
-                         f"epoch {epoch + 1}, step {step}, lr {lr:.1e}")
-            bar.set_postfix_str(f"loss {metrics['loss']:.4f}, lr {lr:.1e}", refresh=False)
+            loss = metrics["loss"].item()
+            # in fp16, the scaler skips steps that overflow, and lowers its scale until none does
+            require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at epoch "
+                    f"{epoch + 1}, step {step}: use --clip_grad or a lower --lr")
+            bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
         asked = perf_counter()
-    means = mean_over_processes(totals, steps * args.world, args)
+    means = mean_over_processes(totals, steps, args)
     seconds = perf_counter() - began
-    highest = max(learning_rate(epoch + i / steps, args) for i in range(steps))
-    return {"epoch": epoch + 1, "lr": highest, **means, "wait": round(waited / seconds, 3),
-            "img_s": round(steps * args.batch_size / seconds, 1), "train_s": round(seconds, 2)}
+    return {"epoch": epoch + 1, "lr": lr, **means, "wait": round(waited / seconds, 3),
+            "img_s": round(steps * args.batch_size / seconds, 1)}
 
 
 def train_step(net, optimizer, scaler, inputs, seed, args):
@@ -203,35 +208,27 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
     return metrics
 
 
-def check_finite(loss, weights, scaler, place):
-    """Exit if the loss or a weight is not finite. In fp16 the scaler skips each step that
-    overflows and lowers its scale. So the loss is checked only once the scale has fallen to 1."""
-    values = [loss, *weights] if scaler.get_scale() <= 1 else weights  # scale 1 without fp16
-    if not all(x.isfinite().all() for x in values):
-        raise SystemExit(f"loss or weights are not finite at {place}: use --clip_grad or a lower "
-                         f"--lr, and --resume if last.pt exists")
-
-
 def draw_keys(train, epochs, args):
     """Yield the keys (b,2) of this process's images for each step of all epochs: the seed of the
     image's crop, and its index. For pairs, all images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:
-        seed = hash((args.seed, epoch))                    # integers hash the same everywhere
+        seed = hash((args.seed, epoch))
         g = torch.Generator().manual_seed(seed)
         order = torch.randperm(n, generator=g)[:n - n % args.batch_size]
         keys = [keys_of(order, seed)]
         if args.pairs:
-            partners = draw_partners(order, train.labels, args.same_class, g)
+            partners = order if args.pairs == "views" else draw_partners(
+                order, train.labels, args.same_class, g)
             keys.append(keys_of(partners, seed ^ 1))       # their crops differ
         for step in zip(*(x.split(args.batch_size) for x in keys)):
             yield torch.cat([local_part(x, args) for x in step])
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0
-    at the first step to lr after warmup_epochs, as in the release. It then stays constant, or falls
-    to min_lr along half a cosine until args.epochs."""
+    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0 to lr in
+    warmup_epochs, as in the release. Then it is constant, or falls to min_lr along half a cosine.
+    """
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -272,43 +269,36 @@ def wrap(model, args):
 
 def describe(args, model, train, val):
     """Print what is trained, on what data and how."""
-    n, n_val = len(train.labels), len(val.labels[:args.eval_images])
-    steps, encoder = n // args.batch_size, model.encoder
-    (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
+    n, n_val, encoder = len(train.labels), len(val.labels[:args.eval_images]), model.encoder
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    where = "in memory" if train.in_memory else "read from files"
-    print(f"data    {args.data}: {n} train, {n_val} val, {where}; {H}x{W} px in {h}x{w} "
-          f"patches of {p}x{q} px")
+    print(f"data    {args.data}: {n} train, {n_val} val, {encoder.img_size} pixels in patches of "
+          f"{encoder.patch_size}, {'in memory' if train.in_memory else 'in files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
           f"{args.dtype}")
-    print(f"train   {args.epochs} epochs ({args.warmup_epochs:g} warmup), {steps} steps per epoch, "
-          f"batch size {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
+    print(f"train   {args.epochs} epochs ({args.warmup_epochs:g} warmup), {n // args.batch_size} "
+          f"steps per epoch, batch size {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
 
 
 # --------------------------------------------------------------------------- the model, the recipe
-def build_model(args, train, img_size, init):
-    """Build the model of --method, with random weights or those of --init. Return it and its
-    constructor arguments. `init` is the --init checkpoint as read."""
-    cls, lr_given = METHODS[args.method], args.lr is not None
-    config = vit_config(args, img_size, init["config"])
-    apply_recipe(args, {**method_arguments(cls), **cls.recipe},
-                 {**cls.low_res_recipe, **cls.low_res_config}, config, len(train.labels))
-    config.update({name: getattr(args, name) for name in method_arguments(cls)})
-    if getattr(cls, "pairs", False):
-        check_same_class(train.labels, train.classes, args.same_class)
-        print(f"teacher {args.teacher or 'none, so no distillation (pass an MAE with --teacher)'}")
-        if args.teacher:
-            teacher = read_checkpoint(args.teacher, args.heads)
-            config["teacher"], teacher_state = teacher_of(teacher, config)
+def build_model(args, config, saved):
+    """Return the model of --method with random weights, and its constructor arguments: `config`,
+    those of the encoder, and the method's own. A resumed run's teacher is in its last.pt, `saved`.
+    """
+    cls, teacher = METHODS[args.method], {}
+    own = method_arguments(cls)
+    fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
+    config = {**config, **{name: getattr(args, name) for name in own}}
+    if saved.get("config", {}).get("teacher"):
+        config["teacher"] = saved["config"]["teacher"]
+    elif getattr(args, "teacher", None):
+        config["teacher"], teacher = teacher_of(read_checkpoint(args.teacher, args.heads), config)
+    elif hasattr(args, "teacher"):
+        print("note    no --teacher, an MAE's checkpoint: training without distillation")
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if config.get("teacher"):
-        model.teacher.load_state_dict(teacher_state)
-    if args.init:
-        initialize(model, init, args.init)
-    if not lr_given:
-        args.lr *= model.lr_scale                          # CrossMAE A.6: prediction / mask ratio
+    if teacher:
+        model.teacher.load_state_dict(teacher)
     return model, config
 
 
@@ -316,7 +306,7 @@ def vit_config(args, img_size, source):
     """Return the encoder's constructor arguments. Each comes from the first of these that sets it:
     its own flag, --size, `source` (a checkpoint's config or {}), the default."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
-    config = dict(img_size=img_size, patch_size=patch_size, in_chans=3,
+    config = dict(img_size=img_size, patch_size=patch_size, in_chans=source.get("in_chans", 3),
                   **SIZES[args.size or "micro"])
     for name in ("patch_size", "dim", "depth", "heads"):
         if getattr(args, name) is not None:
@@ -337,24 +327,29 @@ def method_arguments(cls):
     return cls.__init__.__kwdefaults__ or {}
 
 
-def apply_recipe(args, recipe, low_res, config, n):
-    """Fill in each flag that was not given, from `recipe` or, if is_low_res(config), from `low_res`
-    and then `recipe`. `config` holds the encoder's sizes. The default batch size is at most a tenth
-    of n, the number of training images."""
-    recipe = {**SHARED, **recipe, **(low_res if is_low_res(config) else {})}
-    given = [name for name in recipe if getattr(args, name, None) is not None]
-    for name, value in recipe.items():
-        if name not in given:
+def fill_in(args, defaults):
+    """Set the flags that were not given, from {name: value}."""
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if "batch_size" not in given and args.batch_size > n / 10:
-        usual, args.batch_size = args.batch_size, 2 ** max(1, int(math.log2(n / 10)))
-        print(f"note    batch size {args.batch_size} instead of {usual}: only {n} training images")
-    if "lr" not in given and ("blr" in given or args.lr is None):
-        args.lr = args.blr * args.batch_size / 256         # MAE A.1: linear scaling
-    if "warmup_epochs" not in given:                       # shortened like the run
-        args.warmup_epochs *= min(1, args.epochs / recipe["epochs"])
-    require(args.warmup_epochs <= args.epochs or args.epochs == 0,
-            f"--warmup_epochs {args.warmup_epochs} exceeds --epochs {args.epochs}")
+
+
+def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
+    """Set the training flags that were not given, from `recipe` or, if is_low_res(config), from
+    `low_res` and then `recipe`. Three depend on others: the batch size is at most a tenth of n, the
+    number of training images; the warmup is shortened like the run; without --lr, the learning rate
+    is lr or blr * batch_size / 256 (MAE A.1), times lr_scale (CrossMAE A.6)."""
+    recipe = {**recipe, **(low_res if is_low_res(config) else {})}
+    lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
+    if args.batch_size is None and recipe["batch_size"] > n / 10:
+        print(f"note    the batch size is reduced from {recipe['batch_size']}: {n} images are few")
+        recipe["batch_size"] = 2 ** max(1, int(math.log2(n / 10)))
+    if args.epochs is not None:
+        recipe["warmup_epochs"] *= min(1, args.epochs / recipe["epochs"])
+    fill_in(args, {name: value for name, value in recipe.items() if name != "lr"})
+    args.warmup_epochs = min(args.warmup_epochs, args.epochs)
+    if args.lr is None:
+        args.lr = lr_scale * (args.blr * args.batch_size / 256 if lr is None else lr)
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -362,9 +357,11 @@ def apply_recipe(args, recipe, low_res, config, n):
 def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     """Return the mean PSNR in dB over masked pixels, over the image with visible pixels copied in,
     and over the raw reconstruction. Masks follow the pattern `mask` and depend only on the image's
-    index. Also returns four columns of up to 8 images: original, masked, raw reconstruction, and
-    reconstruction with visible pixels copied in."""
-    columns, encoder = None, model.eval().encoder
+    index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
+    reconstruction), and completed (with visible pixels copied in)."""
+    if not hasattr(model, "reconstruct"):                  # a method that predicts no pixels
+        return {}, None
+    columns, encoder, n = None, model.eval().encoder, 0
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded"), 0)
     for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
@@ -374,7 +371,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
         with autocast(args):
             decoded, patches = model.reconstruct(normalize(images, model), noise.to(args.device),
                                                  mask_ratio, args.leak_free)
-        truth, decoded = images / 255, denormalize(decoded, model)     # (b, 3, H, W)
+        truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(patches.float())                 # (b, 1, H, W)
         copied = torch.where(is_masked > 0, decoded, truth)
         grey = torch.where(is_masked > 0, 0.5, truth)
@@ -384,77 +381,67 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
                   "psnr_image": image_error, "psnr_decoded": decoded_error}
         for name, error in errors.items():
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
-        columns = columns or [x[:8] for x in (truth, grey, decoded, copied)]
-    return mean_over_processes(sums, len(val.labels[:args.eval_images]), args), columns
+        n += len(images)
+        columns = columns or {"original": truth[:8], "masked": grey[:8], "decoded": decoded[:8],
+                              "completed": copied[:8]}
+    return mean_over_processes(sums, n, args), columns
 
 
 @torch.no_grad()
 def compare(args):
-    """Run --eval: print the checkpoints' PSNR, and each method's own measures. Writes each method's
-    own figures, and one picture of all reconstructions, named after the runs."""
-    require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    paths, names, rows, columns, notes = [], [], [], [], []
+    """Run --eval: print the checkpoints' PSNR for each mask and ratio, and return these rows. Draws
+    the reconstructions for the first mask and ratio. (The papers' analyses: tests/analyses.py.)"""
+    rows, names, columns, paths, first = [], [], {}, [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
         path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
         content = read_checkpoint(path)
-        if content["method"] == "classifier":
-            print(f"note    skipping {path}, a classifier: use finetune.py --mode eval")
+        cls = METHODS.get(content["method"])
+        if not hasattr(cls, "reconstruct"):
+            print(f"note    skipping {path}: {content['method']} predicts no pixels (finetune.py "
+                  f"evaluates classifiers and features)")
             continue
         model = load_model(path).to(args.device)
-        args.data = data_of(content, path, args)
-        args.batch_size = args.batch_size or content["flags"].get("batch_size", 64)
-        trained_on = content["flags"].get("data", args.data)
+        trained_on = content["flags"].get("data", "shapes")
+        sizes = f"--img_size and --patch_size {model.encoder.img_size}, {model.encoder.patch_size}"
+        if first is None:                                  # all get the first one's data and size
+            first, args.data = sizes, args.data or trained_on
+            val, = open_data(args.data, model.encoder.img_size, args, parts=["val"])[:-1]
+        require(sizes == first, f"{path} was trained with {sizes}, the checkpoint before it with "
+                                f"{first}: their PSNR cannot be compared")
         if trained_on != args.data:
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
-        sizes = model.encoder.img_size, model.encoder.patch_size
-        if not rows:
-            first, (train, val, _) = sizes, open_data(args.data, sizes[0], args)
-        require(sizes == first, f"{path} has image and patch sizes {sizes}, but the checkpoints "
-                                f"before it have {first}: evaluate them separately")
+        names.append(run_of(path))
         for mask in args.masks:
             for ratio in args.mask_ratios:
-                scores, _ = evaluate_psnr(model, val, args, mask, ratio)
+                scores, images = evaluate_psnr(model, val, args, mask, ratio)
                 rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-        original, grey, _, copied = evaluate_psnr(model, val, args, args.masks[0])[1]
-        columns += [copied] if columns else [original, grey, copied]
-        names.append(run_of(path))
-        measures, figures = analyse(model, train, val, args)
-        for title, table in measures.items():
-            notes += [f"{path}: {title}", as_table(table)]
-        for name, (caption, cells) in figures.items():
-            picture = Path(path).with_name(f"{name}.png")
-            notes.append(f"see     {picture}: {caption}")
-            save_picture(denormalize(cells, model).unbind(1), picture)
+                if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
+                    columns = columns or {name: images[name] for name in ("original", "masked")}
+                    title = f"{names[-1]}\n{scores['psnr_masked']:.2f} dB"
+                    columns[title] = images["completed"]
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
-    print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
-          as_table(rows), *notes, sep="\n")
-    print(f"see     {picture}: original, masked, {', '.join(names)}")
+    print(f"PSNR in dB, mean over {len(val.labels[:args.eval_images])} images of {args.data}")
+    print(as_table(rows))
+    print(f"see     {picture}")
     return rows
 
 
-def analyse(model, train, val, args):
-    """Return the papers' other analyses: tables {title: rows}, figures {name: (caption, cells)}."""
-    images = []
-    for data in (train, val):                              # at most 1,000 images each, in memory
-        batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size,
-                                                min(args.eval_images, 1000))]
-        images.append(normalize(torch.cat(batches), model))            # (b, 3, H, W)
-    measures = decoder_attention(model, images[1]) if isinstance(model, MAE) else {}
-    if hasattr(model, "measures"):
-        measures = model.measures(*images)
-    return measures, model.figures(images[1][:8]) if hasattr(model, "figures") else {}
-
-
 def save_picture(columns, path):
-    """Write columns [(rows,C,H,W)] in [0, 1] as a picture. Enlarges small images up to 128 px."""
-    H, W = columns[0].shape[2:]
+    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with the titles above.
+    Enlarges small images up to 128 pixels. Shows the first three channels, or only the first."""
+    images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
+    H, W = images[0].shape[2:]
     size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
-    cells = torch.stack([F.interpolate(x, size) for x in columns], dim=1).flatten(0, 1)
-    torchvision.utils.save_image(cells, path, nrow=len(columns), pad_value=1)
+    cells = torch.stack([F.interpolate(x, size) for x in images], dim=1).flatten(0, 1)
+    grid = torchvision.utils.make_grid(cells, nrow=len(images), pad_value=1)
+    picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, 30, 0), value=1).clamp(0, 1))
+    for i, title in enumerate(columns):
+        ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="black")
+    picture.save(path)
 
 
 def as_table(rows):
@@ -471,73 +458,97 @@ class ImageDataset(Dataset):
     `images` is a uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files
     always have, workers load images one by one. Without it, crop_batch crops a whole batch."""
 
-    def __init__(self, images, labels, classes, transform=None):
-        self.images, self.labels = images, torch.as_tensor(labels)
-        self.classes, self.transform = classes, transform
-        self.broken = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+    def __init__(self, images, labels, classes):
+        # an array of bytes: a list of a million strings would be copied into each worker over time
+        self.images = images if torch.is_tensor(images) else np.array([*map(os.fsencode, images)])
+        self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
+        self.unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
     def in_memory(self):
-        """Whether `images` is a tensor, not a list of files."""
+        """Whether `images` is a tensor, not file names."""
         return torch.is_tensor(self.images)
 
     def __getitem__(self, key):
-        """Return image i and its label, for key = (seed, i), which seeds random transforms."""
-        image, label = self.read(key[1])
+        """Return image i and its label, for key = (seed, i), where seed is for random transforms.
+        In place of an image that cannot be read, another one is drawn; if the seed is 0, as in
+        validation, a black one is returned, with the label UNREADABLE."""
+        seed, i = key
         # torch.manual_seed would also seed GPUs, which takes 100 times as long
-        torch.default_generator.manual_seed(hash(key))
-        return (self.transform(image) if self.transform else image), label
+        torch.default_generator.manual_seed(hash((seed, i)))
+        image = self.read(i)
+        if image is not None:
+            return self.transform(image), self.labels[i].item()
+        if seed == 0:
+            return self.transform(torch.zeros(3, 8, 8, dtype=torch.uint8)), UNREADABLE
+        return self[seed + 1, torch.randint(len(self.images), ()).item()]
 
     def read(self, i):
-        """Read image i and its label. A file that cannot be read is reported once. The next
-        readable file is used in its place."""
+        """Return image i, or None if its file cannot be read. The first ten are named."""
         if self.in_memory:
-            return self.images[i], self.labels[i]
-        n = len(self.images)
-        for j in range(min(n, 100)):
-            k = (i + j) % n
-            try:
-                return read_image(self.images[k]), self.labels[k]
-            except Exception as error:                     # a broken file can raise anything
-                if not self.broken[k]:
-                    tqdm.write(f"{self.images[k]} is replaced by the next file: {error}",
-                               file=sys.stderr)
-                self.broken[k] = True
-        raise InputError(f"none of {min(n, 100)} images can be read")
+            return self.images[i]
+        file = os.fsdecode(self.images[i])
+        try:
+            return read_image(file)
+        except Exception as error:                         # a broken file can raise anything
+            if not self.unreadable[i] and self.unreadable.sum() < 10:
+                tqdm.write(f"cannot read {file}: {error}", file=sys.stderr)
+            self.unreadable[i] = True
+            return None
 
     def select(self, ids):
         """Keep only the images with indices ids (n,)."""
-        self.labels, self.broken = self.labels[ids], self.broken[ids].share_memory_()
-        self.images = self.images[ids] if self.in_memory else [self.images[i] for i in ids.tolist()]
+        self.labels, self.unreadable = self.labels[ids], self.unreadable[ids].share_memory_()
+        self.images = self.images[ids] if self.in_memory else self.images[ids.numpy()]
 
 
-def open_data(name, img_size, args):
-    """Return the train and val ImageDatasets for --data, and the image size (H, W). Images that are
-    kept in memory are on the device."""
+UNREADABLE = -2                                            # the label of a file that cannot be read
+
+
+def report_unreadable(args, *datasets):
+    """Print how many files could not be read. Raises InputError if they are more than a tenth."""
+    flags = torch.cat([data.unreadable for data in datasets]).int().to(args.device)
+    if args.world > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
+    text = f"{flags.sum()} of {len(flags)} image files of --data {args.data} cannot be read"
+    if flags.any():
+        print(f"note    {text}")
+    require(flags.sum() <= len(flags) / 10, text)
+
+
+def open_data(name, img_size, args, parts=("train", "val")):
+    """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
+    that are kept in memory are on the device. Sets args.images, by which --resume recognises them.
+    """
+    size, args.images = img_size or (32, 32), name
     if name == "shapes":
-        size = img_size or (32, 32)
-        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES])     # n is also the seed
-                    for n in (10_000, 1_000)]
+        sizes = {"train": 10_000, "val": 1_000}            # the sizes are also the seeds
+        datasets = [ImageDataset(*draw_shapes(sizes[part], size, seed=sizes[part]), [*SHAPES])
+                    for part in parts]
     elif name in ("cifar10", "cifar100"):
-        size, kind = img_size or (32, 32), getattr(torchvision.datasets, name.upper())
-        # rank 0 downloads first, then one process on each other machine (it may have its own disk)
-        turn = 0 if args.rank == 0 else 1 if args.local_rank == 0 else 2
-        for i in range(3):
-            if i == turn:
-                try:
-                    sets = [kind("data", train=train, download=True) for train in (True, False)]
-                except Exception as error:                 # a damaged file can raise anything
-                    raise InputError(f"--data {name}: cannot download {kind.url} ({error}). Copy "
-                                     f"it to data/, or pass a folder with class folders in train/ "
-                                     f"and val/, e.g. --data data/{name}") from None
-            if args.world > 1:
-                dist.barrier()
+        kind = getattr(torchvision.datasets, name.upper())
+        if args.local_rank > 0:                            # one process of each machine downloads,
+            dist.barrier()                                 # and then the others find the files
+        try:
+            sets = [kind("data", train=part == "train", download=True) for part in parts]
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"--data {name}: cannot download {kind.url} to data/ ({error})")
+        if args.local_rank == 0 and args.world > 1:
+            dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
                     for s in sets]
+    elif name.endswith(".pt"):                             # your own tensors, see README.md
+        content = torch.load(name, weights_only=True)
+        datasets = [ImageDataset(*content[part]) for part in parts]
+        require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
+                f"--data {name}: images must be uint8 (N,C,H,W)")
+        size = img_size or tuple(datasets[0].images.shape[2:])
+        args.images = f"{zlib.crc32(datasets[0].images.numpy()):08x} (checksum)"
     else:
-        require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100 or a folder")
-        datasets, size = open_folder(Path(name), img_size, args)
-    if args.train_images is not None:
+        require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100, a .pt file "
+                                     f"or a folder")
+        datasets, size = open_folder(Path(name).absolute(), img_size, args, parts)
+    if args.train_images is not None and "train" in parts:
         order = torch.randperm(len(datasets[0].labels), generator=torch.Generator().manual_seed(0))
         datasets[0].select(order[:args.train_images])
     for dataset in datasets:
@@ -546,98 +557,103 @@ def open_data(name, img_size, args):
     return *datasets, size
 
 
-def open_folder(root, img_size, args):
-    """Return a folder's train and val ImageDatasets, and the image size (H, W).
+def open_folder(root, img_size, args, parts):
+    """Return the ImageDatasets of a folder, and the image size (H, W).
 
     Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
-    or, without img_size, 223 pixels. Few: all images, with a copy for each process on this
-    machine, take at most MEMORY bytes. Otherwise files are read again in every epoch."""
-    parts = list_folder(root)
-    names = [file[len(str(root)):] for files, _, _ in parts for file in files]
-    checksum = zlib.crc32(os.fsencode("\n".join(names)))
-    args.files = f"{len(names)} images (checksum {checksum:08x} of names)"
-    require_same(args.files, f"not all processes find the same images in --data {root}", args)
-    train, val = [ImageDataset(*part) for part in parts]
-    n = len(train.labels)
-    samples = (train.read(i)[0] for i in range(0, n, math.ceil(n / 50)))
+    or, without img_size, 223 pixels. Few: all images take at most MEMORY bytes, in each process.
+    Otherwise files are read again in every epoch."""
+    found = list_folder(root, parts)
+    names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
+    n = sum(len(files) for files, _, _ in found)
+    args.images = f"{n} images, names {zlib.crc32(os.fsencode(names)):08x} (checksum)"
+    datasets = [ImageDataset(*part) for part in found]
+    first = datasets[0]
+    ids = range(0, len(first.labels), math.ceil(len(first.labels) / 50))
+    samples = [image for image in map(first.read, ids) if image is not None]
+    require(samples, f"--data {root}: none of {len(ids)} images can be read")
     high, wide, bright = map(max, zip(*((*x.shape[1:], x.max().item()) for x in samples)))
     if bright < 32:
         print(f"note    images are nearly black (at most {bright}): 12 bits in 16-bit files?")
-    val.read(0)                                            # InputError if no val file can be read
     if img_size is not None:
-        H, W = img_size
-        fits = high <= H and wide <= W
+        (H, W), small = img_size, high <= img_size[0] and wide <= img_size[1]
     else:                                                  # the images' own size, or 224 x 224
-        fits = max(high, wide) < 224
-        sides = (high, wide) if fits else (224, 224)
+        small = max(high, wide) < 224
+        sides = (high, wide) if small else (224, 224)
         # round down to a multiple of --patch_size or, if not given, of 16 (8 below 128 pixels)
         units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-    copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1))    # one per process (GPU: in GPU memory)
-    in_memory = fits and 3 * (n + len(val.labels)) * H * W * copies <= MEMORY
-    for dataset in (train, val):         # files: the central 7/8, as in MAE (224 of 256 pixels)
+    in_memory = small and 3 * n * H * W <= MEMORY
+    for dataset in datasets:             # files: the central 7/8, as in MAE (224 of 256 pixels)
         fraction = 1 if in_memory else 7 / 8
         dataset.transform = partial(center_crop, img_size=(H, W), fraction=fraction)
         if in_memory:
-            batches = torch.arange(len(dataset.labels)).split(WORKER_BATCH)
-            loaded = tqdm(load_images(dataset, map(keys_of, batches), args), "reading",
-                          len(batches), leave=False, disable=None)
-            images = torch.empty(len(dataset.labels), 3, H, W, dtype=torch.uint8)
-            for (part, labels), ids in zip(loaded, batches):
-                images[ids], dataset.labels[ids] = part.cpu(), labels.cpu()    # replacements' own
-            dataset.images, dataset.transform = images, None
-    return (train, val), (H, W)
+            keys = keys_of(torch.arange(len(dataset.labels))).split(PIECE)
+            images, labels = zip(*((x.cpu(), y.cpu()) for x, y in load_images(dataset, keys, args)))
+            report_unreadable(args, dataset)
+            dataset.images, dataset.labels = torch.cat(images), torch.cat(labels)
+            dataset.transform = None
+            dataset.select((dataset.labels != UNREADABLE).nonzero().flatten())
+    return datasets, (H, W)
 
 
-def list_folder(root):
-    """Return (files, labels, classes) for train and val: from class folders in train/ and val/, or
-    from a plain folder, where a hash of the file name selects about 5% of the images for val."""
-    if (root / "train").is_dir():
-        require((root / "val").is_dir(), f"--data {root} has train/ but no val/: add val/. "
-                                         f"Without labels, train.py takes --data {root / 'train'}")
-        train, val = class_folders(root / "train"), class_folders(root / "val")
-        different = sorted({*train[2]} ^ {*val[2]})
-        require(not different, f"--data {root}: only one of train/ and val/ has images of the "
-                               f"class {', '.join(different[:1])}")
-        require(train[2], f"--data {root}: train/ and val/ need class folders with images")
-        return [train, val]
+def list_folder(root, parts):
+    """Return (files, labels, classes) for each of the `parts`: from class folders in train/ and
+    val/, or from a plain folder, where a hash of the name selects about 5% of the images for val.
+    """
+    found = {}
+    if (root / "train").is_dir() or (root / "val").is_dir():
+        for part in parts:
+            require((root / part).is_dir(), f"--data {root} has no {part}/. Without labels, "
+                                            f"train.py takes the images of one folder")
+            start = len(str(root / part)) + 1
+            files = [file for file in find_images(root / part) if os.sep in file[start:]]
+            names = [file[start:].split(os.sep)[0] for file in files]
+            classes = {name: i for i, name in enumerate(sorted({*names}))}
+            found[part] = files, [classes[name] for name in names], [*classes]
+        first, last = (set(found[part][2]) for part in (parts[0], parts[-1]))
+        differ = ", ".join(sorted(first ^ last)) or "none"
+        require(first and first == last, f"--data {root}: train/ and val/ need the same class "
+                                         f"folders, with images in each; different: {differ}")
+        return [found[part] for part in parts]
     files = find_images(root)
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
                             f"at least two are needed")
-    names = [Path(file).relative_to(root).as_posix() for file in files]
+    names = [file[len(str(root)) + 1:].replace(os.sep, "/") for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
-    train = [file for file, code in zip(files, codes) if code > limit]
-    val = [file for file, code in zip(files, codes) if code <= limit]
-    return [(part, [-1] * len(part), []) for part in (train, val)]
-
-
-def class_folders(root):
-    """Return (files, labels, classes) for the class folders in `root` that have images."""
-    found = {name: find_images(root / name) for name in sorted(os.listdir(root))}
-    classes = [name for name, files in found.items() if files]
-    files = [(file, label) for label, name in enumerate(classes) for file in found[name]]
-    return [file for file, _ in files], [label for _, label in files], classes
+    found["train"] = [file for file, code in zip(files, codes) if code > limit]
+    found["val"] = [file for file, code in zip(files, codes) if code <= limit]
+    return [(found[part], [-1] * len(found[part]), []) for part in parts]
 
 
 def find_images(root):
-    """Return the sorted names of the image files in a folder, its subfolders and links to folders.
-    No folder is read twice. Folders that hold `root` are skipped: a link may lead back to them."""
-    files, seen = [], {*map(os.path.realpath, Path(root).absolute().parents)}
+    """Return the sorted image files in a folder and its subfolders, also behind links, each folder
+    once. Names that begin with a dot, and __MACOSX, are not images. Prints how many files have
+    other types. Raises InputError if a folder with train/ and val/ is among the subfolders."""
+    files, others, seen = [], Counter(), {*map(os.path.realpath, root.parents)}
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders.sort()                                     # the same order on all machines
-        if os.path.realpath(folder) in seen:
+        folders[:] = sorted(x for x in folders if not x.startswith(".") and x != "__MACOSX")
+        parts = [x for x in folders if x.lower() in ("train", "val", "valid", "test")]
+        require(len(parts) < 2, f"--data {root}: did you mean --data {folder}, with subfolders "
+                                f"train/ and val/? It has {' and '.join(parts)}")
+        if os.path.realpath(folder) in seen:               # a link that leads back
             folders.clear()                                # os.walk goes no deeper
             continue
         seen.add(os.path.realpath(folder))
-        files += [os.path.join(folder, name) for name in names
-                  if name.lower().endswith(IMG_EXTENSIONS)]
+        names = [name for name in names if not name.startswith(".")]
+        images = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        files += [os.path.join(folder, name) for name in images]
+        others.update(os.path.splitext(name)[1].lower() for name in {*names} - {*images})
+    if others:
+        print(f"note    {sum(others.values())} files in {root} are of other types and not read: "
+              f"{' '.join(sorted(others)[:9])}")
     return sorted(files)
 
 
 MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
-WORKER_BATCH = 64  # images: 4,096 would delay an epoch by 12 s and take 9.9 GB
+PIECE = 64  # images that a worker reads at once: whole batches of 4,096 would take 9.9 GB
 
 
 def keys_of(ids, seed=0):
@@ -648,43 +664,40 @@ def keys_of(ids, seed=0):
 def load_images(dataset, batches, args):
     """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each tensor of keys (b,2)
     in `batches`. Images come from memory or, with a transform, from workers, which read ahead."""
-    to_device = dict(device=args.device, non_blocking=args.device.type == "cuda")
+    cuda = args.device.type == "cuda"
+    to_device = dict(device=args.device, non_blocking=cuda)
     if dataset.transform is None:
         for keys in batches:
             ids = keys[:, 1]
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
-    batches, again = tee(batches)
-    worker_batches = ([(seed, i) for seed, i in part.tolist()]
-                      for keys in batches for part in keys.split(WORKER_BATCH))
-    first = [*islice(worker_batches, args.workers)]        # no more workers than batches
-    fork = sys.platform == "linux" and first               # elsewhere the system's default
-    loaded = iter(DataLoader(dataset, batch_sampler=chain(first, worker_batches),
-                             num_workers=len(first), pin_memory=args.device.type == "cuda",
+    batches, again = tee(batches)                          # one for the workers, one for this loop
+    pieces = (piece.tolist() for keys in batches for piece in keys.split(PIECE))
+    workers = min(args.workers, math.ceil(len(dataset.labels) / PIECE))
+    fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
+    loaded = iter(DataLoader(dataset, batch_sampler=pieces, num_workers=workers, pin_memory=cuda,
                              multiprocessing_context="fork" if fork else None))
     for keys in again:
-        parts = [next(loaded) for _ in keys.split(WORKER_BATCH)]
+        parts = [next(loaded) for _ in keys.split(PIECE)]
         yield [torch.cat([x.to(**to_device) for x in part]) for part in zip(*parts)]
 
 
 def val_batches(dataset, args, img_size, most=None):
-    """Yield this process's batches (indices, images, labels) from a fixed random subset of at most
-    `most` images. A batch has as many images as an accumulation piece or, if that is more, as
-    fit in a million pixels, but at most 250."""
+    """Yield this process's batches (indices, images, labels), of at most 100 images each, from a
+    fixed random subset of at most `most` images. Leaves out images that cannot be read."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     own = order[:most].tensor_split(args.world)[args.rank]
-    H, W = img_size
-    size = max(1, args.batch_size // (args.world * args.accum), 2 ** 20 // (H * W))
-    batches = own.split(min(250, size)) if len(own) else ()
+    batches = own.split(100) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], args)
     for ids, (images, labels) in zip(batches, loaded):
+        good = labels != UNREADABLE
+        ids, images, labels = ids[good.cpu()], images[good], labels[good]
         yield ids, v2.functional.resize(images, img_size), labels
 
 
 def crop_batch(images, img_size, args):
-    """Crop, resize and flip this process's in-memory images (b,C,H,W) like crop_transform, but
-    with bilinear interpolation. Each image gets its own crop; torchvision would draw one for the
-    whole batch. Returns floats. Crops taller or wider than the image are clipped to it. As in
+    """Crop, resize and flip this process's in-memory images (b,C,H,W), each in its own way, like
+    crop_transform, but bilinearly. Returns floats. Crops that exceed the image are clipped. As in
     validation, images are stretched if img_size has another aspect ratio."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
@@ -722,16 +735,19 @@ def center_crop(image, img_size, fraction):
 
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright, with transparent pixels on a white
-    background. JPEGs take a fast path, as long as torchvision has it."""
+    background. JPEGs take a path that is twice as fast."""
     data = Path(file).read_bytes()
     if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    with Image.open(file) as opened:
-        image = ImageOps.exif_transpose(opened)
+    # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
+    formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+    image = Image.open(BytesIO(data), formats=formats)
+    with suppress(Exception):                              # a broken EXIF field loses no image
+        image = ImageOps.exif_transpose(image)
     require(image.mode != "F", "floating-point images are not supported")
-    if image.mode.startswith("I"):                         # convert() would clip values above 255
-        image = image.convert("I")                         # 16 bits, in either byte order
+    if image.mode.startswith("I"):                         # 16 bits; convert("RGB") would clip them
+        image = image.convert("I")
         low, high = image.getextrema()
         require(0 <= low and high < 2 ** 16, f"values from {low} to {high} do not fit 16 bits")
         image = image.point(lambda value: value / 256).convert("L")
@@ -772,15 +788,25 @@ def draw_shapes(n, img_size, seed):
 
 
 # ------------------------------------------------------------------------------------ checkpoints
-def name_run(args, name):
-    """Name the run `name` unless --name is given. Raises InputError if that run exists and neither
-    --resume nor --overwrite is given."""
+def open_run(args, name):
+    """Create the folder of this run, named `name` unless --name is given. Returns its last.pt if
+    --resume finds one, otherwise {}. Raises InputError if the folder exists, without --resume or
+    --overwrite. run_cli removes a folder in which nothing was saved."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
-    exists = (folder / "log.jsonl").exists() or (folder / "last.pt").exists()
-    require(args.resume or args.overwrite or not exists,
-            f"{folder} already holds a run: --resume continues it, --overwrite replaces it, --name "
-            f"NAME starts a new one")
+    if args.rank == 0:
+        with suppress(FileExistsError):                    # of runs that start at once, one gets it
+            folder.mkdir(parents=True)
+            args.created = True
+    last = folder / "last.pt"
+    share = mean_over_processes({"created": args.created, "found": last.exists()}, 1, args)
+    require(share["created"] or args.resume or args.overwrite, f"{folder} exists: --resume "
+            f"continues this run, --overwrite replaces it, --name NAME starts another one")
+    require(share["found"] in (0, 1), f"not all processes find {last}: --runs must be on a shared "
+                                      f"disk")
+    if args.resume and not share["found"]:
+        print(f"note    nothing to resume: {last} does not exist, so a new run starts")
+    return read_checkpoint(last) if args.resume and share["found"] else {}
 
 
 def run_of(path):
@@ -790,10 +816,9 @@ def run_of(path):
 
 
 def save(path, content):
-    """Write a checkpoint atomically: `path` holds either the complete old file or the complete new
-    one, even after a power failure."""
+    """Write a checkpoint atomically: `path` is always either the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:    # opened here: torch.save(path) would hide a full disk
+    with open(temporary, "wb") as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:                      # raised on the OSError of a full disk
@@ -803,46 +828,30 @@ def save(path, content):
     os.replace(temporary, path)
 
 
-def read_checkpoint(path, heads=None, mmap=False):
+def read_checkpoint(path, heads=None):
     """Load a checkpoint, or the last.pt of a folder, without executing code from it. Returns a dict
     with method (None for a released file), config (constructor arguments), model (state dict),
-    mean, std, flags and more. With mmap, all processes of a machine share its memory."""
+    mean, std, flags and more."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        state = dict(content.get("model", content))
-    except Exception as error:                             # a broken file can raise anything
-        why = " ".join(f"{type(error).__name__} {error}".split()).split(". ")[0][:150]
-        raise InputError(f"cannot read checkpoint {path}: {why}") from None
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} is damaged or no checkpoint ({str(error)[:100]})") from None
     if "method" not in content:
-        state = from_released(state)
+        state = from_released(content.get("model", content))
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
-    cls = METHODS.get(content["method"], MAE)
-    sizes = {name: p.default for name, p in inspect.signature(cls).parameters.items()
-             if p.kind is p.POSITIONAL_OR_KEYWORD}         # your own loop's file may leave them out
-    config = {**sizes, **content["config"]}
+    cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
     return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
 
 
-def data_of(content, path, args):
-    """Return --data or, if it is not given, the data that the checkpoint `path` was trained on."""
-    data = args.data or content["flags"].get("data")
-    require(data, f"{path} does not say which data it was trained on: pass --data")
-    return data
-
-
 def load_model(path, methods=METHODS):
-    """Return a checkpoint's model in eval mode, with the class_names of its data. Raises
-    InputError if the checkpoint's method is not in `methods`, {method: class}."""
+    """Return a checkpoint's model in eval mode, with the class_names of its data."""
     content = read_checkpoint(path)
-    method = content["method"]
-    require(method in methods, f"{path} has method {method}, which is none of "
-                               f"{', '.join(methods)}: use load_model(path, {{method: class}})")
-    model = methods[method](**content["config"])
+    model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
     return model.eval()
@@ -851,13 +860,8 @@ def load_model(path, methods=METHODS):
 def initialize(model, content, path):
     """Initialise `model` from `content`, a checkpoint read from `path`: the encoder, and the
     decoder or head if it matches. Prints what is newly initialised and what is not loaded."""
-    state = content["model"]
-    if hasattr(model, "from_mae"):
-        state = model.from_mae(state)
-    try:
-        missing, unused = transfer(model, state, grid_of(**content["config"]))
-    except InputError as error:
-        raise InputError(f"{path} does not fit: {error}") from None
+    state = model.from_mae(content["model"]) if hasattr(model, "from_mae") else content["model"]
+    missing, unused = transfer(model, state, grid_of(**content["config"]))
     for text, names in (("not in the file, newly initialised", missing),
                         ("in the file, not loaded", unused)):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
@@ -869,51 +873,29 @@ def initialize(model, content, path):
             print(f"note    {path} was trained on images normalised with {name} {was}, not {now}")
 
 
-def resume(last, model, optimizer, scaler, content, args):
-    """Load `last`, the last.pt of this run, and return the rows of its log. Prints which flags have
-    changed. Raises InputError if model, optimizer, data or seed have changed. If no run is
-    resumed, takes the run's name by creating log.jsonl, deletes any last.pt, and returns []."""
-    saved = None
-    if args.resume and last.exists():                      # mmap: weights are copied to the GPU
-        saved = read_checkpoint(last, mmap=args.device.type == "cuda")
-    require_same(saved and saved["epoch"], f"not all processes find the same {last} to resume: "
-                                           f"--runs must be on a shared disk", args)
-    if not saved:
-        if args.resume:
-            print(f"note    nothing to resume: {last} does not exist, so a new run starts")
-        if args.rank == 0:                                 # now all processes are past name_run
-            try:                                           # of runs that start at once, one gets it
-                last.with_name("log.jsonl").touch(exist_ok=args.resume or args.overwrite)
-            except FileExistsError:
-                name_run(args, args.name)                  # raises InputError
-            last.unlink(missing_ok=True)                   # so that no later --resume continues it
-        return []
-    flags = saved["flags"]
-    # only the name of the data: their folder may have moved
-    was = {"method": saved["method"], "data": Path(flags.get("data", "")).name, **saved["config"]}
-    now = {"method": content["method"], "data": Path(args.data).name, **content["config"]}
-    for name in ("files", "seed", "train_images", "labels", "optimizer"):
-        now[name] = getattr(args, name, None)
-        was[name] = flags.get(name, now[name])
+def resume(saved, model, optimizer, scaler, content, args):
+    """Load `saved`, the last.pt of this run, and return the rows of its log. Prints which flags
+    have changed. Raises InputError if model, images, seed or optimizer have changed."""
+    kept = ("images", "train_images", "labels", "seed", "optimizer")
+    was, now = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
+                for x, flags in ((saved, saved["flags"]), (content, vars(args))))
     differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
               if was.get(name) != now.get(name)]
-    require(not differ, f"{last} cannot be resumed: {'; '.join(differ[:3])}. Its command was "
-                        f"{flags.get('command')}")
+    require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was "
+                        f"{saved['flags'].get('command')}")
     model.load_state_dict(saved["model"])
     settings = optimizer.state_dict()["param_groups"]      # this command's weight decay and betas
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
-    for name, value in vars(args).items():
-        if flags.get(name, value) == value or name in ("resume", "overwrite", "command"):
-            continue
-        if name in ("init", "checkpoint", "teacher"):
-            print(f"note    {name} {flags[name]} is kept: its weights are in {last}")
-            setattr(args, name, flags[name])
-        else:
-            print(f"note    {name} changed from {flags[name]} to {value}")
+    for name, value in saved["flags"].items():
+        if getattr(args, name, value) != value and name not in ("resume", "overwrite", "command",
+                                                                "created"):
+            print(f"note    {name} changed from {value} to {getattr(args, name)}")
     print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
-    return saved["history"]
+    history = saved["history"]
+    saved.clear()                                          # frees its weights
+    return history
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -924,42 +906,25 @@ def start_processes(args):
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if args.rank > 0:
         sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
-    args.device = choose_device(args)
-    cuda, amp = args.device.type == "cuda", args.amp
+    if args.device is None:
+        mps = torch.backends.mps.is_available() and args.world == 1
+        args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    cuda, amp = args.device == "cuda", args.amp
+    args.device = torch.device(f"cuda:{args.local_rank}" if cuda else args.device)
     if cuda:
         torch.cuda.set_device(args.device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
+    # also sets CPUs, despite its name: there, fused attention is slower in bf16
+    torch.backends.cuda.enable_flash_sdp(cuda or args.dtype is not torch.bfloat16)
     if "RANK" in os.environ:
-        store = next(dist.rendezvous("env://"))[0]
-        # `torchrun --max_restarts 1` would hang on keys left by killed processes, so each attempt
-        # gets its own. This works on one machine only: each machine counts its own restarts.
-        if args.world == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=args.rank,
-                                world_size=args.world, device_id=args.device if cuda else None,
-                                timeout=timedelta(hours=1))            # a slow disk may need it
-
-
-def choose_device(args):
-    """Return the torch.device of this process: --device, else its GPU, else MPS for a single
-    process, else the CPU."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "mps" if
-                           torch.backends.mps.is_available() and args.world == 1 else "cpu")
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    require(name != "cuda" or processes <= gpus,
-            f"--device cuda: PyTorch finds {gpus} GPUs for {processes} processes, and each needs "
-            f"one: pass --device cpu, or start fewer processes")
-    return torch.device(f"cuda:{args.local_rank}" if name == "cuda" else name)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=args.device if cuda else None)
 
 
 def autocast(args):
-    """Return the mixed-precision context set by --amp; it does nothing in float32. Also turns fused
-    attention off for bf16 on CPUs, where it was slower, and otherwise on."""
-    slow = args.device.type == "cpu" and args.dtype is torch.bfloat16
-    torch.backends.cuda.enable_flash_sdp(not slow)         # also sets CPUs, despite its name
+    """Return the mixed-precision context set by --amp; it does nothing in float32."""
     return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
 
 
@@ -968,54 +933,34 @@ def local_part(batch, args):
     return batch.chunk(args.world)[args.rank]
 
 
-def require_same(value, message, args):
-    """Raise InputError with the message unless all processes have the same value."""
-    values = [value] * args.world
-    if args.world > 1:
-        dist.all_gather_object(values, value)
-    require(values.count(value) == args.world, message)
-
-
 def mean_over_processes(sums, n, args):
-    """Return {name: sum / n}, where each sum (a number or 0-dim tensor) is first added up over all
-    processes, and n is the count over all processes."""
-    total = torch.tensor([*map(float, sums.values())], dtype=torch.float64)
+    """Return {name: sum / n}, with sums (numbers or 0-dim tensors) and n added up over all
+    processes."""
+    total = torch.tensor([*map(float, sums.values()), n], dtype=torch.float64)
     if args.world > 1:
         total = total.to(args.device)                      # cuda or cpu: mps has no float64
         dist.all_reduce(total)
-    return {name: value / n for name, value in zip(sums, total.tolist())}
+    *totals, n = total.tolist()
+    require(n > 0, "there are no images, or none can be read")
+    return {name: value / n for name, value in zip(sums, totals)}
 
 
 # ------------------------------------------------------------------------------- the command line
-LOW_RES_HELP = ('"low_res" values are for images of up to 64 pixels, and for any encoder no '
-                "wider than micro.\nTheir learning rates were chosen for micro.")
-LAYOUT = dict(usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,  # no usage in errors
-              formatter_class=argparse.RawDescriptionHelpFormatter)
-SHARED = dict(lr=None, blr=None, min_lr=0.0)               # unless a recipe sets them
-
-
-def number(kind, low=-math.inf, high=math.inf):
-    """Return an argparse type: a finite int or float from low to high."""
-    def parse(text):
+def in_range(kind, low, high=math.inf):
+    """Return an argparse type: an int or float from low to high."""
+    def number(text):                                      # argparse's errors show this name
         value = kind(text)
-        if not low <= value <= high or math.isinf(value):
-            limits = f"from {low} to {high}" if high < math.inf else f"finite and at least {low}"
-            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
         return value
-    parse.__name__ = kind.__name__                         # argparse's own errors show this name
-    return parse
+    return number
 
 
-def numbers(kind, count=None):
-    """Return an argparse type that turns `0,5,11` into (0, 5, 11). With `count`, the text must have
-    that many numbers."""
-    def parse(text):
-        values = tuple(kind(part) for part in text.split(","))
-        if count and len(values) != count:
-            raise argparse.ArgumentTypeError(f"{text} must be {count} numbers")
-        return values
-    parse.__name__ = f"{kind.__name__} list"
-    return parse
+def numbers(kind):
+    """Return an argparse type that turns `0,5,11` into (0, 5, 11)."""
+    def numbers(text):                                     # argparse's errors show this name
+        return tuple(kind(part) for part in text.split(","))
+    return numbers
 
 
 def word_or_integers(text):
@@ -1025,146 +970,126 @@ def word_or_integers(text):
 
 def size_in_pixels(text):
     """Parse `32` as (32, 32) and `32,48` as (32, 48)."""
-    sides = numbers(number(int, 1))(text)
+    sides = numbers(count)(text)
     return pair(sides[0] if len(sides) == 1 else sides)
 
 
-size_in_pixels.__name__ = "N or H,W"                       # argparse's own errors show this name
+count, positive = in_range(int, 1), in_range(float, 0)
+fraction = in_range(float, 0, 1)
+
+# flags, {name: (type or choices, help)}
+DATA = {
+    "data": (str, "shapes, cifar10, cifar100, a folder of images, or a .pt file of tensors; "
+                  "default: the checkpoint's, else shapes"),
+    "eval_images": (count, "validate on at most N images; default: 1000, all in finetune.py"),
+    "workers": (in_range(int, 0), "processes that read image files; default: this process's share "
+                                  "of the CPU cores, at most 16; 0 outside Linux"),
+    "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
+    "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
+ENCODER = {
+    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of everything that is random"),
+    "train_images": (count, "train on only N images"),
+    "img_size": (size_in_pixels, "pixels, as side or height,width; default: the checkpoint's, else "
+                                 "the images' own, at most 224"),
+    "patch_size": (size_in_pixels, "likewise; default: the checkpoint's, else 16; for images below "
+                                   "128 pixels, their side / 8, at least 4"),
+    "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
+    "dim": (count, "width of the encoder; default: set by --size"),
+    "depth": (count, "blocks of the encoder; default: set by --size"),
+    "heads": (count, "attention heads of the encoder; default: set by --size")}
+RUN = {
+    "runs": (str, "folder for all runs"),
+    "name": (str, "name of the run; default: from method or checkpoint, mode and data"),
+    "eval_every": (count, "validate and save every N epochs; default: 50 times in all"),
+    "accum": (count, "number of pieces that a batch is computed in, to save memory"),
+    "clip_grad": (positive, "maximum norm of the gradient; default: none"),
+    "compile": (bool, "torch.compile the model"),
+    "grad_checkpointing": (bool, "recompute activations to save memory"),
+    "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
+    "overwrite": (bool, "replace the run of this name")}
+RECIPE = {
+    "batch_size": (count, "of all processes and --accum pieces; at most a tenth of the images"),
+    "optimizer": (("adamw", "adam", "sgd"), "which optimizer to use"),
+    "lr": (positive, "learning rate; default: blr * batch_size / 256"),
+    "blr": (positive, "learning rate for a batch of 256"),
+    "min_lr": (positive, "final learning rate of the cosine schedule"),
+    "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
+    "weight_decay": (positive, "weight decay; biases and norms are exempt"),
+    "epochs": (in_range(int, 0), "passes over the training images"),
+    "warmup_epochs": (positive, "linear learning rate warmup; default: shortened like --epochs"),
+    "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
+    "flip": (bool, "random horizontal flip")}
+PRETRAINING = {
+    "init": (str, "checkpoint that initialises the encoder and, if it fits, the decoder"),
+    "mask": (("random", "grid", "block"), "pattern of the masks"),
+    "leak_free": (bool, "validate without the true mean and variance of patches (norm_pix_loss)")}
+PAIRS = {
+    "teacher": (str, "checkpoint of an MAE to distill; default: none"),
+    "same_class": (fraction, "fraction of pairs of images of one class; default: random pairs")}
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0     # others: slow workers
+DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
+                amp="auto", seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False,
+                resume=False, overwrite=False, min_lr=0.0, mask="random", leak_free=False,
+                train_images=None, patch_size=None)
 
 
-def add_options(parser, encoder=True, training=True):
-    """Add the flags that both scripts share, except for the recipe. Without `encoder`, leaves out
-    flags for training images and encoder; without `training`, flags for a training run."""
-    count = number(int, 1)
-    # this process's share of the CPU cores; none outside Linux, where workers start slowly
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
-    workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    parser.set_defaults(train_images=None, img_size=None, patch_size=None, accum=1)  # if not added
-    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    option = parser.add_argument_group("data and device").add_argument
-    option("--data", help="shapes, cifar10, cifar100 or a folder (shapes; for finetune.py "
-           "and --eval, the checkpoint's data)")
-    option("--eval_images", type=count, metavar="N",
-           help="validate on at most N images (train.py: 1000; finetune.py: all)")
-    option("--workers", type=number(int, 0), default=workers, metavar="N",
-           help="data loading workers (CPU cores / processes, at most 16; 0 outside Linux)")
-    option("--device", choices=("cuda", "mps", "cpu"), help="device (cuda, else mps, else cpu)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-           help="mixed precision (auto: bf16 on CUDA, or fp16 if the GPU lacks it; fp32 elsewhere)")
-    if not training:
-        option("--batch_size", type=count, metavar="N", help="total batch size over all processes")
-    if not encoder:
-        return
-    option = parser.add_argument_group("training images and encoder").add_argument
-    option("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, metavar="N", help="seed (0)")
-    option("--train_images", type=count, metavar="N", help="train on N images only (all)")
-    option("--img_size", type=size_in_pixels, metavar="N", help="side, or height,width, in "
-           "pixels (from the checkpoint, else the images' own size, at most 224)")
-    option("--patch_size", type=size_in_pixels, metavar="N", help="side, or height,width, in "
-           "pixels (from the checkpoint, else 16; below 128 pixels, image side / 8, at least 4)")
-    option("--size", choices=SIZES, metavar="NAME", help=f"encoder size: {', '.join(SIZES)} "
-           f"(default: the checkpoint's, otherwise micro)")
-    for name, text in dict(dim="width", depth="blocks", heads="attention heads").items():
-        option(f"--{name}", type=count, metavar="N", help=f"{text} of the encoder (set by --size)")
-    if not training:
-        return
-    option = parser.add_argument_group("run").add_argument
-    option("--runs", default="runs", metavar="FOLDER", help="folder for all runs (runs)")
-    option("--name", help="name of the run's folder (train.py: method_data; finetune.py: "
-           "checkpoint_mode or scratch, then data other than the checkpoint's, and --labels)")
-    option("--eval_every", type=count, metavar="N", help="validate and write last.pt every N "
-           "epochs (a fiftieth of all epochs, at least 1; finetune.py: more with few labels)")
-    option("--accum", type=count, default=1, metavar="N", help="split each batch into N pieces (1)")
-    option("--clip_grad", type=number(float, 0), default=0.0, metavar="X",
-           help="clip the gradient norm to X (0: off)")
-    option("--compile", action="store_true", help="torch.compile the model")
-    option("--grad_checkpointing", action="store_true", help="recompute activations to save memory")
-    option = parser.add_mutually_exclusive_group().add_argument
-    option("--resume", action="store_true", help="continue the run from its last.pt: repeat its "
-           "command and add this flag")
-    option("--overwrite", action="store_true", help="replace an existing run of that name")
+def new_parser(script, about):
+    """Return a parser that has no flags yet: which ones it gets depends on some of them."""
+    about += ("\n\nDefaults are in parentheses. low_res: those for images of up to 64 pixels, and "
+              "for any\nencoder no wider than micro, for which they were chosen.")
+    return argparse.ArgumentParser(script, usage=argparse.SUPPRESS, allow_abbrev=False,
+                                   add_help=False, description=about,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def flag_adder(parser, title, defaults, low_res):
-    """Return a function that adds a flag. The flag's help shows its defaults, from `defaults` and
-    `low_res`. A flag that is not given stays None until apply_recipe sets it."""
+def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
+    """Add flags {name: (type or choices, help)}. Those that are not given stay None until fill_in
+    sets them. The help shows the default and, if that differs, the one for low_res."""
     option = parser.add_argument_group(title).add_argument
-
-    def add(name, text, **kwargs):
-        default, values = defaults.get(name), []
-        if default is not None:
-            values.append(str(default).strip("()").replace(" ", ""))
-        if low_res.get(name, default) != default:
+    for name, (kind, text) in flags.items():
+        values = [str(defaults[name])] if defaults.get(name) is not None else []
+        if low_res.get(name, defaults.get(name)) != defaults.get(name):
             values.append(f"low_res: {low_res[name]}")
-        value = f" ({'; '.join(values)})" if values else ""
-        option(f"--{name}", help=(text + value).replace("%", "%%"), **kwargs)
-    return add
-
-
-def add_recipe(parser, title, recipe, low_res):
-    """Add the recipe flags that both scripts share. Returns a function that adds more flags."""
-    add = flag_adder(parser, title, {**SHARED, **recipe}, low_res)
-    fraction, positive = number(float, 0, 1), number(float, 0)
-    add("batch_size", "total batch size, over all processes and --accum pieces; by default at most "
-        "a tenth of the training images", type=number(int, 1), metavar="N")
-    add("optimizer", "adamw, adam or sgd", choices=("adamw", "adam", "sgd"), metavar="X")
-    add("lr", "learning rate for any batch size; if not set, blr * batch_size / 256 is used",
-        type=positive, metavar="X")
-    add("blr", "learning rate for a batch of 256", type=positive, metavar="X")
-    add("min_lr", "final learning rate of the cosine schedule", type=positive, metavar="X")
-    add("betas", "betas of Adam and AdamW, e.g. 0.9,0.95", metavar="X",
-        type=numbers(number(float, 0, 0.999999), count=2))
-    add("weight_decay", "weight decay; biases and norms are exempt", type=positive, metavar="X")
-    add("epochs", "passes over the training images", type=number(int, 0), metavar="N")
-    add("warmup_epochs", "epochs of linear learning rate warmup; shortened in proportion if "
-        "--epochs is below its default", type=positive, metavar="X")
-    add("crop", "minimum area of the random resized crop, as a fraction of the image; 1: no crop",
-        type=fraction, metavar="X")
-    add("flip", "random horizontal flip", action=argparse.BooleanOptionalAction)
-    return add
+        text += f" ({'; '.join(values)})" if values else ""
+        more = dict(type=kind, metavar="X")
+        if kind is bool:
+            more = dict(action=argparse.BooleanOptionalAction)
+        elif isinstance(kind, tuple):
+            more = dict(choices=kind)
+        option(f"--{name}", help=text.replace("%", "%%"), **more)
 
 
 def add_method_arguments(parser, cls):
     """Add a flag for each keyword-only argument of a method's constructor, typed by its annotation
     or default. Its help text is the argument's entry under `Args:`."""
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
-    add = flag_adder(parser, f"arguments of {cls.__name__}", method_arguments(cls),
-                     cls.low_res_config)
-    for name, default in method_arguments(cls).items():
+    types = {int: in_range(int, 0), tuple: numbers(int), str: word_or_integers}
+    flags, own = {}, method_arguments(cls)
+    for name, default in own.items():
         kind = cls.__init__.__annotations__.get(name, type(default))
-        if kind is bool:
-            kwargs = dict(action=argparse.BooleanOptionalAction)
-        else:
-            size = default and name.endswith(("dim", "depth", "heads"))        # must be >= 1
-            types = {int: number(int, 1 if size else 0), float: number(float), tuple: numbers(int)}
-            kwargs = dict(type=types.get(kind, word_or_integers), metavar="X")
-        add(name, texts.get(name, ""), **kwargs)
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that, under torchrun, does not repeat the error of another process."""
-
-    def error(self, message):
-        if message.startswith("unrecognized"):
-            message += " (add --help to this command to see the flags of its method or mode)"
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:       # if local rank 0 fails too,
-            sleep(5)                                       # torchrun ends this process first
-        super().error(message)
+        flags[name] = types.get(kind, kind), texts.get(name, "")
+    add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.low_res_config)
 
 
 def run_cli(parser, work, argv):
     """Parse `argv`, by default the command line, and return work(args). Invalid input ends with a
     one-line error message, a bug with its traceback."""
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
+    fill_in(args, {**DEFAULTS, "created": False})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))            # so that `finally` runs
     try:
         start_processes(args)
         row = work(args)
     except (InputError, OSError) as error:                 # OSError: a full disk, for example
-        # only the last line: a worker's error starts with a traceback
-        parser.error((str(error).strip() or repr(error)).splitlines()[-1])
+        parser.error(str(error).strip().splitlines()[-1])  # a worker's begins with a traceback
     except KeyboardInterrupt:
         parser.exit(130, "stopped; to continue a training run, repeat its command with --resume\n")
+    finally:
+        if args.created:                                   # a run that has saved nothing leaves
+            with suppress(OSError):                        # nothing; rmdir refuses other folders
+                Path(args.runs, args.name).rmdir()
     if dist.is_initialized() and args.device.type == "cuda":           # not needed on CPUs,
         dist.destroy_process_group()                       # where torch 2.6 can hang here
     return row
@@ -1173,43 +1098,30 @@ def run_cli(parser, work, argv):
 def main(argv=None):
     """Run `python train.py` with the arguments `argv`. Returns the last row of log.jsonl, a dict,
     or, with --eval, the list of PSNR rows."""
-    parser = Parser("train.py", **LAYOUT)
-    option = parser.add_mutually_exclusive_group().add_argument
+    parser = new_parser("train.py", f"usage: python train.py --method {'|'.join(METHODS)} [--flag "
+                        f"value ...]\n       python train.py --eval FILE ... [--flag value ...]")
+    option = parser.add_argument
     option("--method", choices=METHODS, default="mae", metavar="NAME", help="method to train (mae)")
-    option("--eval", nargs="+", metavar="FILE", help="instead of training, evaluate "
-           "checkpoints with the same image and patch size; for its flags see --eval FILE --help")
+    option("--eval", nargs="+", metavar="FILE", help="instead of training, evaluate checkpoints "
+           "with the same image and patch size; for its flags see --eval FILE --help")
     known = parser.parse_known_args(argv)[0]               # these decide which other flags exist
-    cls, training = METHODS[known.method], not known.eval
-    about = (f"Pretrain {cls.__name__}. Methods: {', '.join(METHODS)}." if training
-             else "Evaluate checkpoints of train.py.")
-    parser.description = (
-        f"usage: python train.py --method {known.method} [--flag value ...]\n"
-        f"       torchrun --nproc_per_node 8 train.py --method {known.method} [--flag value ...]\n"
-        f"       python train.py --eval FILE ... [--flag value ...]\n\n{about}\n"
-        f"Defaults are in parentheses.\n{LOW_RES_HELP if training else ''}")
-    add_options(parser, training, training)
+    cls = METHODS[known.method]
     parser.set_defaults(eval_images=1000)
-    masks = ("random", "grid", "block")
-    if training:
-        add_recipe(parser, "recipe", cls.recipe, cls.low_res_recipe)
-        add_method_arguments(parser, cls)
-        option = parser.add_argument_group("pretraining").add_argument
-        option("--init", metavar="FILE", help="checkpoint that initialises the encoder "
-               "and, if it matches, the decoder; also sets --size, --patch_size and --img_size")
-        option("--mask", choices=masks, default="random", help="mask pattern (random)")
-        if getattr(cls, "pairs", False):
-            option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
-            option("--same_class", type=number(float, 0, 1), metavar="X",
-                   help="fraction of pairs from the same class (not given: random pairs)")
-    option = parser.add_argument_group("evaluation").add_argument
-    if not training:
-        option("--mask_ratios", nargs="+", type=number(float, 0, 1), default=(0.5, 0.75, 0.9),
-               metavar="X", help="mask ratios (0.5 0.75 0.9)")
-        option("--masks", nargs="+", choices=masks, default=["random"],
-               help="mask patterns; the picture shows the first one (random)")
-    option("--leak_free", action="store_true", help="with norm_pix_loss: reconstruct without the "
-           "true mean and variance of masked patches")
-    return run_cli(parser, pretrain if training else compare, argv)
+    add_flags(parser, "data and device", DATA)
+    if known.eval:
+        option("--mask_ratios", nargs="+", type=fraction, default=(0.75, 0.5, 0.9), metavar="X",
+               help="mask ratios; the picture shows the first one (0.75 0.5 0.9)")
+        option("--masks", nargs="+", choices=PRETRAINING["mask"][0], default=["random"],
+               help="patterns of the masks; the picture shows the first one (random)")
+        add_flags(parser, "reconstruction", {"leak_free": PRETRAINING["leak_free"]})
+        return run_cli(parser, compare, argv)
+    add_flags(parser, "training images and encoder", ENCODER)
+    add_flags(parser, "run", RUN)
+    add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.low_res_recipe)
+    add_method_arguments(parser, cls)
+    pairs = PAIRS if getattr(cls, "pairs", False) is True else {}
+    add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
+    return run_cli(parser, pretrain, argv)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import train
-from train import METHODS, add_method_arguments, number, size_in_pixels
+from train import METHODS, add_method_arguments, count, in_range, size_in_pixels
 from vit import SIZES
 
 PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
@@ -74,7 +74,7 @@ def attention(B, heads, N, D, args):
 def add_own(parser):
     """Add the flags that each method can also set for itself."""
     option = parser.add_argument
-    option("--batch_size", type=number(int, 1), help="(16)")
+    option("--batch_size", type=count, help="(16)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), help="(auto)")
     option("--compile", action=argparse.BooleanOptionalAction)
     option("--grad_checkpointing", action=argparse.BooleanOptionalAction)
@@ -182,7 +182,7 @@ def main(argv=None):
     """Run `python -m tests.bench` with the arguments `argv`: print the rows and return them."""
     parser = argparse.ArgumentParser("tests.bench", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    option, count = parser.add_argument, number(int, 1)
+    option = parser.add_argument
     option("--method", nargs="+", help="(all)")
     option("--size", choices=SIZES, default="base")
     option("--img_size", nargs="+", type=size_in_pixels, default=[(224, 224)],
@@ -192,7 +192,7 @@ def main(argv=None):
     parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")
-    option("--warmup", type=number(int, 0), default=3, help="number of warmup steps (3)")
+    option("--warmup", type=in_range(int, 0), default=3, help="number of warmup steps (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     train.start_processes(args)

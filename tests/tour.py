@@ -33,7 +33,7 @@ import torchvision
 
 import train
 from tests import diagrams
-from train import LAYOUT, METHODS, center_crop, load_model, read_image
+from train import METHODS, center_crop, load_model, read_image
 from vit import InputError, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -540,7 +540,8 @@ def tour_train(args):
 
 def main(argv=None):
     """Run `python -m tests.tour` with the arguments `argv`."""
-    parser = argparse.ArgumentParser("tour", description=__doc__, **LAYOUT)
+    parser = argparse.ArgumentParser("tour", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train (which takes only --out)")
@@ -548,7 +549,7 @@ def main(argv=None):
     option("--image", metavar="FILE", nargs="+", default=[],
            help="image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
-    option("-h", "--help", action="help", help="show this and exit")
+    
     args = parser.parse_args(argv)
     out = Path(args.out or f"tour_{args.method}.html")
     try:
