@@ -510,7 +510,7 @@ def report_unreadable(args, *datasets):
     flags = torch.cat([data.unreadable for data in datasets]).int().to(args.device)
     if args.world > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
-    text = f"{flags.sum()} of {len(flags)} image files of --data {args.data} cannot be read"
+    text = f"{flags.sum()} of {len(flags)} image files cannot be read"
     if flags.any():
         print(f"note    {text}")
     require(flags.sum() <= len(flags) / 10, text)
