@@ -9,7 +9,6 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,11 +37,14 @@ for backend in (torch.cuda, torch.backends.mps):           # GPUs add in another
 
 
 def settings(**more):
-    """Return the part of `args` that reading and cropping images needs."""
-    defaults = dict(rank=0, world=1, local_rank=0, device=torch.device("cpu"), dtype=torch.float32,
-                    workers=0, crop=1.0, flip=False, train_images=None, patch_size=None,
-                    batch_size=64, accum=1)
-    return SimpleNamespace(**{**defaults, **more})
+    """Return the args of `python train.py` on a CPU without workers, random crops and flips, with
+    `more` added or replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "pretrain", lambda args: args)
+        args = train.main("--device cpu --workers 0 --crop 1 --no-flip --batch_size 64".split())
+    train.fill_in(args, train.MAE.recipe)
+    vars(args).update(more)
+    return args
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
@@ -95,14 +97,16 @@ def tune(folder, pretrain):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(main, words, "part", ...) expects exit code 2 and one line that holds the parts."""
+    """refused(main, words, "part", ...) expects exit code 2, and the parts in the last line that is
+    printed. Returns all that is printed."""
     def run(main, words, *parts):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             main([str(word) for word in words])
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert stop.value.code == 2 and len(lines) == 1, lines
-        assert [part for part in parts if part not in lines[0]] == [], lines
+        said = capsys.readouterr()
+        last = said.err.strip().splitlines()[-1]
+        assert stop.value.code == 2 and [part for part in parts if part not in last] == [], last
+        return said.out + said.err
     return run
 
 
@@ -146,16 +150,16 @@ def script(file, *words):
     runpy.run_path(str(ROOT / file), run_name="__main__")
 
 
-def torchrun(work, *words, restarts=0, processes=2):
+def torchrun(work, *words, processes=2):
     """Let torchrun's own agent fork processes that do work(*words)."""
     config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d",
-                          rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
+                          rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork")
     elastic_launch(config, work)(*words)
 
 
 def ended(process, seconds=120):
-    """Wait for a process, kill what is left of its group, and return its exit code and the lines of
-    its stderr."""
+    """Wait for a process, kill what is left of its group, and return its exit code and the lines
+    that it has written to stderr."""
     process.join(seconds)
     code = process.exitcode
     with suppress(ProcessLookupError):                     # e.g. a worker whose parent has died
