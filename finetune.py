@@ -75,11 +75,12 @@ def prepare(args):
     args.pairs = args.same_draws = False                   # drop path differs between processes
 
     extra_tokens = count_extra_tokens(source["model"])
-    norm = getattr(args, "norm", None)                     # of a probe's encoder
+    probe, norm = args.mode in ("linear", "knn"), getattr(args, "norm", None)
+    if norm is None:                                       # only a probe's encoder can have one
+        norm = probe and "encoder.norm.weight" in source["model"]
     args.pool = args.pool or default_pool(extra_tokens, config["dim"])
     config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
-                  probe=args.mode in ("linear", "knn"),
-                  norm="encoder.norm.weight" in source["model"] if norm is None else norm,
+                  probe=probe, norm=norm,
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
     torch.manual_seed(args.seed)
     model = Classifier(**config).to(args.device)
