@@ -818,14 +818,16 @@ def run_of(path):
 def save(path, content):
     """Write a checkpoint atomically: `path` is always either the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        try:
+    try:
+        with open(temporary, "wb") as file:
             torch.save(content, file)
-        except RuntimeError as error:                      # raised on the OSError of a full disk
-            raise error.__context__ or error from None
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except RuntimeError as error:                          # raised on the OSError of a full disk
+        raise error.__context__ or error from None
+    finally:
+        temporary.unlink(missing_ok=True)                  # if it was not renamed
 
 
 def read_checkpoint(path, heads=None):
