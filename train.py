@@ -692,7 +692,8 @@ def val_batches(dataset, args, img_size, most=None):
     for ids, (images, labels) in zip(batches, loaded):
         good = labels != UNREADABLE
         ids, images, labels = ids[good.cpu()], images[good], labels[good]
-        yield ids, v2.functional.resize(images, img_size), labels
+        if len(ids):
+            yield ids, v2.functional.resize(images, img_size), labels
 
 
 def crop_batch(images, img_size, args):
