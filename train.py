@@ -543,7 +543,7 @@ def open_data(name, img_size, args, parts=("train", "val")):
         require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
                 f"--data {name}: images must be uint8 (N,C,H,W)")
         size = img_size or tuple(datasets[0].images.shape[2:])
-        args.images = f"{zlib.crc32(datasets[0].images.numpy()):08x} (checksum)"
+        args.images = f"{zlib.crc32(datasets[0].images.contiguous().numpy()):08x} (checksum)"
     else:
         require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100, a .pt file "
                                      f"or a folder")
