@@ -561,8 +561,8 @@ def open_folder(root, img_size, args, parts):
     """Return the ImageDatasets of a folder, and the image size (H, W).
 
     Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
-    or, without img_size, 223 pixels. Few: all images take at most MEMORY bytes, in each process.
-    Otherwise files are read again in every epoch."""
+    or, without img_size, 223 pixels. Few: they take at most MEMORY bytes, train and val each, so
+    that val is the same without train. Otherwise files are read again in every epoch."""
     found = list_folder(root, parts)
     names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
     n = sum(len(files) for files, _, _ in found)
@@ -583,8 +583,8 @@ def open_folder(root, img_size, args, parts):
         # round down to a multiple of --patch_size or, if not given, of 16 (8 below 128 pixels)
         units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
         H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-    in_memory = small and 3 * n * H * W <= MEMORY
     for dataset in datasets:             # files: the central 7/8, as in MAE (224 of 256 pixels)
+        in_memory = small and 3 * len(dataset.labels) * H * W <= MEMORY
         fraction = 1 if in_memory else 7 / 8
         dataset.transform = partial(center_crop, img_size=(H, W), fraction=fraction)
         if in_memory:
