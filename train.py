@@ -359,7 +359,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     and over the raw reconstruction. Masks follow the pattern `mask` and depend only on the image's
     index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
     reconstruction), and completed (with visible pixels copied in)."""
-    if not hasattr(model, "reconstruct"):                  # a method that predicts no pixels
+    if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
     # a process without images reports zeros
@@ -398,7 +398,7 @@ def compare(args):
         path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
         content = read_checkpoint(path)
         cls = METHODS.get(content["method"])
-        if not hasattr(cls, "reconstruct"):
+        if getattr(cls, "reconstruct", None) is None:
             print(f"note    skipping {path}: {content['method']} predicts no pixels (finetune.py "
                   f"evaluates classifiers and features)")
             continue

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
-from tests.conftest import ROOT, same, settings
+from tests.conftest import ROOT, TINY, same, settings, together
 from tests.golden import distances, load
 from train import METHODS, method_arguments
 from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
@@ -60,11 +60,13 @@ LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images
 for name, cls in METHODS.items():
     if name not in OPTIONS:                                # your own: sizes like its template's
         own = method_arguments(cls)
-        BASE[name] = cls.low_res_config
+        BASE[name] = {k: v for k, v in cls.low_res_config.items() if k in own}
         for other in OPTIONS:
             if method_arguments(METHODS[other]).keys() <= own.keys():
                 BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
 CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS.get(name, [])]
+PIXELS = [name for name in METHODS if getattr(METHODS[name], "reconstruct", None)]
+FORKS = [name for name in METHODS if name not in OPTIONS]
 
 
 def build(name, **options):
@@ -81,10 +83,15 @@ def inputs_of(model):
     return images_and_noise(C=model.encoder.in_chans, L=model.encoder.num_patches)
 
 
+def extra_inputs(model, images, alpha=0.3):
+    """Return what forward gets besides images and noise: fixed partners and weight, or views."""
+    pairs = getattr(model, "pairs", False)
+    return {False: (), True: (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
+
+
 def loss_of(model, images, noise):
-    """Return the loss of these arguments. Methods of pairs get a fixed partner and weight."""
-    pairs = (images.roll(1, 0), 0.3) if hasattr(model, "pairs") else ()
-    return model(images, noise, *pairs)[0]
+    """Return the loss of these arguments."""
+    return model(images, noise, *extra_inputs(model, images))[0]
 
 
 methods = pytest.mark.parametrize("name", METHODS)
@@ -116,7 +123,8 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
         p.grad is None or not p.grad.any() or not p.grad.isfinite().all())]
     assert dead == []
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    assert all(n.startswith("teacher.") or n.endswith("pos_embed") for n in frozen), frozen
+    assert all(n.startswith("teacher.") or n.endswith("pos_embed") for n in frozen), (
+        f"a frozen copy must be called teacher: {frozen}")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +142,7 @@ def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
     needs_two = {"feature_maps", "shared_blocks"} & options.keys()
     model = build(name, depth=2 if needs_two else 1, **options)
     images, noise = inputs_of(model)
-    inputs = [images, noise, *((images, torch.rand(3)) if hasattr(model, "pairs") else ())]
+    inputs = [images, noise, *extra_inputs(model, images, alpha=torch.rand(3))]
     state, mode = model.state_dict(), FakeTensorMode()
     with mode:
         state = {k: mode.from_tensor(v).cuda() for k, v in state.items()}
@@ -153,7 +161,7 @@ def test_a_step_waits_for_nothing():
         model.encoder.cls_token.sum().item()
 
 
-@methods
+@pytest.mark.parametrize("name", PIXELS)
 def test_noise_and_masks(name):
     """Noise None draws a new mask each time. Noise only decides which patches are visible, so a
     bool mask (True = masked) of the same patches gives the same results. A bool mask with another
@@ -214,7 +222,7 @@ def test_each_option_changes_what_it_names(name, options):
     assert (losses[0] - losses[1]).abs() > 1e-6
 
 
-@cases
+@pytest.mark.parametrize("name, options", [case for case in CASES if case[0] in PIXELS])
 def test_no_leak_from_masked_pixels(name, options):
     """Predictions depend on visible pixels only, with leak_free: otherwise, norm_pix_loss uses the
     true patch's mean and variance. Visible patches are also predicted."""
@@ -224,10 +232,12 @@ def test_no_leak_from_masked_pixels(name, options):
     others = images, images + masked * torch.randn(images.shape), images + ~masked
     unchanged, masked_changed, visible_changed = (
         model.reconstruct(x, noise, leak_free=True)[0] for x in others)
-    assert torch.equal(unchanged, masked_changed), "masked pixels change the prediction"
+    assert torch.equal(unchanged, masked_changed), (
+        "masked pixels change the prediction, or noise does not decide what is masked")
     assert not torch.allclose(unchanged, visible_changed), "visible pixels do not change it"
     assert unchanged.shape == images.shape
-    assert (unchanged - images)[(~masked).expand_as(images)].abs().mean() > 0.1
+    assert (unchanged - images)[(~masked).expand_as(images)].abs().mean() > 0.1, (
+        "visible patches are copied; reconstruct must predict them")
 
 
 def misplacement(model, images, noise):
@@ -248,7 +258,7 @@ def misplacement(model, images, noise):
 
 
 @pytest.mark.parametrize("name", [
-    name for name in METHODS if name not in ("crossmae", "hypermae", "minr")])
+    name for name in PIXELS if name not in ("crossmae", "hypermae", "minr")])
 def test_each_prediction_is_in_its_place(name):
     """A patch changes its own prediction most, unless, for example, the class token is not dropped.
     The three methods left out have no tokens of visible patches in the decoder: there a patch
@@ -311,7 +321,7 @@ def test_one_batch_overfits(name):
 
 
 @pytest.mark.parametrize("name, options", [
-    *[(n, {}) for n in METHODS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
+    *[(n, {}) for n in PIXELS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
 def test_a_call_changes_nothing(name, options):
     """A call changes no buffers and no attributes. The loss is float32 under autocast and, for the
     five methods, even if the model is in bfloat16 or float64."""
@@ -364,14 +374,30 @@ def test_impossible_options(name, options):
 
 def flags(options):
     """Return options as command-line arguments."""
-    return [word for k, v in options.items() for word in (f"--{k}", str(v))]
+    words = [([f"--{k}" if v else f"--no-{k}"] if isinstance(v, bool) else [f"--{k}", str(v)])
+             for k, v in options.items()]
+    return [word for pair in words for word in pair]
+
+
+def data_for(name, folder):
+    """Return --data for a method: the folder, or a file of tensors unless it takes RGB images."""
+    cls = METHODS[name]
+    if len(cls.mean) == 3:
+        return str(folder)
+    *parts, _ = train.open_data(str(folder), (16, 24), settings())
+    ids = [c % 3 for c in range(len(cls.mean))]
+    torch.save({part: (data.images[:, ids], data.labels, data.classes)
+                for part, data in zip(("train", "val"), parts)}, "images.pt")
+    return "images.pt"
 
 
 @methods
 def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     """train.py writes a run, load_model returns its model, and finetune.py takes its encoder. The
     nearest neighbour's accuracy equals one computed by hand."""
-    content = pretrain("--method", name, "--img_size", "16,24", name=name, own=flags(BASE[name]))
+    data = data_for(name, folder)
+    content = pretrain("--method", name, "--img_size", "16,24", "--data", data, name=name,
+                       own=flags(BASE[name]))
     assert all(math.isfinite(v) for v in content["history"][1].values())
     model = train.load_model(f"runs/{name}/last.pt")
     assert isinstance(model, METHODS[name]) and not model.training
@@ -379,7 +405,7 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
 
     words = ["--checkpoint", f"runs/{name}/last.pt", "--workers", "0"]
     row, features = finetune.main([*words, "--mode", "knn", "--k", "1"]), []
-    splits = train.open_data(str(folder), (16, 24), settings())[:2]
+    splits = train.open_data(data, (16, 24), settings())[:2]
     for split in splits:
         tokens = model.encoder(normalize(split.images, model))
         patches, extra = tokens[:, 1:25], tokens[:, 25:]
@@ -414,16 +440,80 @@ def test_what_finetuning_reads_is_trained(name):
     assert any(read) and all(there for there, is_read in zip(trained, read) if is_read)
 
 
+def draws_in_forward(model):
+    """Return whether forward draws random numbers, although it gets noise."""
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(loss_of(model, *inputs_of(model)))
+    return losses[0] != losses[1]
+
+
+def is_mean_over_images(model):
+    """Return whether the loss is the mean of the losses of the batch's halves."""
+    images, noise = images_and_noise(4, C=model.encoder.in_chans)
+    halves = [loss_of(model, x, z) for x, z in zip(images.split(2), noise.split(2))]
+    return torch.allclose(sum(halves) / 2, loss_of(model, images, noise), atol=1e-5)
+
+
 @methods
-def test_the_seed_is_the_run(name, pretrain):
-    """Two runs with one seed are equal, even if one computes its batches in pieces."""
-    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1"]
+def test_the_seed_is_the_run(name, pretrain, folder):
+    """Two runs with one seed are equal, even if one computes its batches in pieces (unless the loss
+    compares the images of a batch)."""
+    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1",
+             "--data", data_for(name, folder)]
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
+    model = build(name)
+    whole = not draws_in_forward(model) and not is_mean_over_images(model)
     a = pretrain(*words, name="a", own=flags(BASE[name]))
-    b = pretrain(*words, "--accum", "4", name="b", own=flags(BASE[name]))
-    assert same(a["model"], b["model"], atol=1e-6)
+    b = pretrain(*words, "--accum", "1" if whole else "4", name="b", own=flags(BASE[name]))
+    assert same(a["model"], b["model"], atol=1e-6), (
+        "--accum 4 changes the run: draws in forward repeat in each piece and process, or after_step "
+        "is not for optimizer steps")
     assert b["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "after_step")])
+def test_after_step(name, pretrain, folder, monkeypatch):
+    """after_step is called after each optimizer step, with the progress, and changes something."""
+    after_step, calls = METHODS[name].after_step, []
+
+    def watched(self, progress):
+        before = copy.deepcopy([self.state_dict(), {k: v for k, v in vars(self).items()
+                                                    if isinstance(v, (bool, int, float))}])
+        after_step(self, progress)
+        kept = same(before[0], self.state_dict()) and all(vars(self)[k] == before[1][k]
+                                                          for k in before[1])
+        calls.append((progress, not kept))
+    monkeypatch.setattr(METHODS[name], "after_step", watched)
+    pretrain("--method", name, "--accum", "2", "--data", data_for(name, folder), name=name,
+             own=flags(BASE[name]))
+    assert calls, "after_step was never called"
+    assert [progress for progress, _ in calls] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert any(changed for _, changed in calls), "after_step changes nothing"
+
+
+@methods
+def test_init_loads_everything(name, pretrain, folder):
+    """--init of a run of the same method leaves nothing random, also no teacher."""
+    words = ["--method", name, "--epochs", "0", "--data", data_for(name, folder)]
+    a = pretrain(*words, name="a", own=flags(BASE[name]))
+    b = pretrain(*words, "--seed", "1", "--init", "runs/a", name="b", own=flags(BASE[name]))
+    assert same(a["model"], b["model"])
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_your_method_in_two_processes(name, pretrain, folder):
+    """Two processes train like one."""
+    words = ["--method", name, "--data", data_for(name, folder), *TINY, *flags(BASE[name]),
+             "--optimizer", "sgd", "--lr", "0.1"]
+    one = pretrain(*words, name="one", own=[])
+    together("train.py", *words, "--name", "two", "--device", "cpu")
+    two = train.read_checkpoint("runs/two")
+    assert same(one["model"], two["model"], atol=1e-5), (
+        "two processes differ from one: draws in forward repeat in each process, or a loss that "
+        "compares images must gather them (torch.distributed)")
 
 
 @pytest.mark.parametrize("name, tokens", [
