@@ -47,6 +47,14 @@ def settings(**more):
     return args
 
 
+def parsed(script, words):
+    """Return the args of `python train.py ...` or finetune.py, as given: nothing runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train, finetune):
+            patch.setattr(module, "run_cli", lambda parser, _, argv: parser.parse_args(argv))
+        return {"train.py": train, "finetune.py": finetune}[script].main(words)
+
+
 def write_pictures(root, classes, n, side=16, seed=0):
     """Write n PNG files of `side` pixels, an int or (H, W), per class. Each is a random ramp with
     more red, green or blue, by class."""

@@ -1,120 +1,84 @@
-"""tests/results.py: its commands run on a tiny folder; its tables and sentences are recomputed."""
+"""tests/results.py: its commands, which of them it runs, the numbers that it reads, its tables."""
 
-import io
 import re
 import shutil
-from contextlib import redirect_stdout
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 
-import numpy as np
+import pytest
 
-import finetune
 import train
 from tests import results
-from tests.conftest import ROOT, write_pictures
+from tests.conftest import ROOT, parsed
 
-FILES = "README.md tests/RESULTS.md .github/results.svg .github/recipe.svg".split()
-README, RESULTS, *_ = ((ROOT / file).read_text("utf-8") for file in FILES)
-LINES, CODES = results.read_lines(ROOT / results.OUT), {v: k for k, v in results.NAMES.items()}
-ROWS = {table: re.findall(r"^\| ([^|]+) \| (.*) \|$", RESULTS.split(f"<!-- {table} -->")[1].split(
-    "<!-- /")[0], re.M) for table in dict.fromkeys(line["table"] for line in LINES)}
+
+@pytest.mark.parametrize("name", {**results.PRETRAINED, **results.SOURCES})
+def test_commands(name):
+    """The commands parse, and use only checkpoints that earlier ones have made."""
+    args = SimpleNamespace(data="shapes", size="tiny", epochs=50, pretraining=["--batch_size", "8"])
+    made = set()
+    for column, command in results.commands(args, name, seed=5):
+        assert {*re.findall(r"{runs}/(\w+)/last.pt", command)} <= made
+        for _, script, *words in map(str.split, command.split(" && ")):
+            if script != "-m":
+                run = parsed(script, words)
+                made.add(getattr(run, "name", None))
+                assert getattr(run, "seed", 5) == 5 and run.data == "shapes"
+                assert column or run.epochs == {"crossmae_25_long": 80, "untrained": 0}.get(name, 50)
+    assert name in made or name in results.SOURCES
 
 
 def test_continues_where_it_stopped(monkeypatch, tmp_path):
-    """Only results without a line are computed, after their encoder if that is gone."""
-    monkeypatch.chdir(tmp_path)
-    for part in ("train", "val"):
-        write_pictures(Path("tiny", part), "ab", 16, side=(16, 24))
-    real, done, out = results.run, [], Path("out.jsonl")
-
-    def process(words, **options):
-        with redirect_stdout(io.StringIO()) as printed:
-            {"train.py": train, "finetune.py": finetune}[words[1]].main(words[2:])
-        return SimpleNamespace(stdout=printed.getvalue())
-
-    def run(command):
-        done.append(command)
-        return {"top1": 50.0} if "--labels" in command else real(command)
-    monkeypatch.setattr(results, "run", run)
-    monkeypatch.setattr(results, "subprocess", SimpleNamespace(
-        run=process, PIPE=None, getoutput=lambda command: "an answer"))
-    words = "--data tiny --epochs 1 --batch_size 16 --only mae --seeds 3 --out out.jsonl".split()
-    results.main(words)
-    results.main(words)
-    lines, runs = results.read_lines(out), done[0].split()[-3]
+    """Only results without a line are computed, after their encoder."""
+    done, out = [], tmp_path / "out.jsonl"
+    monkeypatch.setattr(results, "run", lambda command: done.append(command) or {"top1": 50.0})
+    words = ["--data", "tiny", "--only", "mae", "--seeds", "3", "--out", str(out)]
+    for _ in range(2):
+        results.main(words)
+    lines = results.read_lines(out)
     assert [line["column"] for line in lines] == ["PSNR", "20-NN", *results.TUNED]
-    assert len(done) == 7 and all(command.startswith(line["command"].replace("{runs}", runs))
-                                  for line, command in zip(lines, done[1:]))
-    psnr, numbers = results.read_lines(Path(runs, "mae/log.jsonl"))[-1], lines[0]["numbers"]
-    assert abs(numbers[results.PIXELS] - psnr["psnr_masked"]) < 1e-3 and len(numbers) == 8
-    shutil.rmtree("runs")
+    assert len(done) == 7 and all("/3/mae" in command for command in done[1:])
     out.write_text("\n".join(out.read_text().split("\n")[:-2] + [""]))
     results.main(words)
-    assert done[7:] == [done[0], done[6]] and len(results.read_lines(out)) == 6
+    assert done[7:] == [done[0], done[6]] and results.read_lines(out)[-1]["numbers"]["top1"] == 50
 
 
-def test_the_commands():
-    """Today's commands are those of the results, except for superfluous flags."""
-    for line in LINES:
-        data, size, epochs, more = re.split(r", ViT-|, | epochs ?", line["table"])
-        args = SimpleNamespace(data=data, size=size, epochs=int(epochs), pretraining=more.split())
-        today = dict(results.commands(args, line["encoder"], line["seed"]))[line["column"]]
-        assert {*line["command"].split()} - {*today.split()} <= {"--mode", "finetune", "--no-norm"}
-    teacher, own, longer = (command for name in ("imae_alone", "crossmae_25_long")
-                            for column, command in results.commands(args, name, 5) if not column)
-    assert "--name mae" in teacher and "--teacher {runs}/mae/last.pt --distill_weight 0" in own
-    assert "--epochs 50 --seed 5" in teacher and "--epochs 80 --seed 5" in longer
+def test_numbers_of_commands(pretrain, monkeypatch):
+    """They are read from the log of a run, and from what evaluations print."""
+    last, printed = pretrain()["history"][-1], []
+    process = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=printed[0]), PIPE=None)
+    monkeypatch.setattr(results, "subprocess", process)
+    rows = train.main(["--eval", "runs/mae", *results.MASKS.split(), "--workers", "0"])
+    printed.append(train.as_table(rows))
+    numbers = results.run("python train.py --eval runs/mae")
+    assert numbers[results.PIXELS] == pytest.approx(last["psnr_masked"], abs=1e-3)
+    assert len(numbers) == 6
+    printed[0] = "top1 12.50, top5 50.00, on 4 images"
+    assert results.run("python finetune.py --mode knn") == {"top1": 12.5}
+    Path("runs/mae/log.jsonl").write_text('{"top1": 1.0}\n{"top1": 2.0}\n')
+    assert results.run("python finetune.py --runs runs --name mae") == {"top1": 2.0}
 
 
-def test_every_cell():
-    """Means, standard deviations, differences and bold cells are right in the first two tables."""
-    shown = [(table, CODES[name], *pair) for table, rows in ROWS.items() for name, cells in rows if
-             name in CODES for pair in zip(["PSNR", *results.TOP1], cells.split(" | ")) if pair[1]]
-    for table, code, column, cell in shown:
-        key, digits, floor = ("top1", 1, 0.5) if column != "PSNR" else (results.PIXELS, 2, 0.02)
-        runs, mae = ([(line["seed"], line["numbers"][key]) for line in LINES if (
-            line["table"], line["encoder"], line["column"]) == (table, name, column)]
-            for name in (code, "mae"))
-        minus = [x - y for seed, x in runs for other, y in mae if seed == other]
-        values = np.array([x for _, x in runs] if "±" in cell else minus)
-        for known, number in zip((values.mean(), values.std(ddof=1)), cell.strip("*").split(" ± ")):
-            assert abs(known - float(number)) < 0.501 * 0.1 ** digits, (table, code, column)
-        assert ("**" in cell) == (abs(np.mean(minus)) > max(2 * np.std(minus, ddof=1), floor))
-    assert len(shown) > 200 and results.cost("ginr", "micro") == "2.03"    # as counted elsewhere
-    two_seeds = results.Numbers(table, [dict(line, seed=line["seed"] % 2) for line in LINES])
-    assert two_seeds.minus("crossmae", "mae", results.PIXELS) == ""
+def test_cells_and_differences():
+    """Differences are between runs of one seed, and bold if above two deviations and the floor."""
+    scores = {"mae": (40.0, 41.0, 42.0), "crossmae": (43.0, 43.5, 44.9), "imae": (40.1, 40.9, 42.0)}
+    numbers = results.Numbers("x, ViT-micro, 10 epochs", [
+        dict(encoder=encoder, column="20-NN", seed=seed, numbers={"top1": score})
+        for encoder, values in scores.items() for seed, score in enumerate(values)])
+    for encoder, values in scores.items():
+        assert numbers.cell(encoder, "20-NN") == f"{mean(values):.1f} ± {stdev(values):.1f}"
+    assert numbers.minus("crossmae", "mae", "20-NN") == "**+2.8**"
+    assert numbers.minus("imae", "mae", "20-NN") == "+0.0"
+    del numbers.found["imae", "20-NN"][2]
+    assert numbers.minus("imae", "mae", "20-NN") == ""     # fewer than three seeds
 
 
-def test_sentences():
-    """Each number is in a row of a method that its paragraph names. Unclear ones are called so."""
-    runs = results.read_numbers(ROOT / results.OUT)[0].found
-    moved = (max(map(np.ptp, runs["ginr", key].values())) for key in (results.PIXELS, "20-NN"))
-    micro, tiny = map(list, ROWS.values())
-    micro.append(("MINR, trained again", "{:.2f} {:.1f}".format(*moved)))
-    sections = re.split("\n## ", re.sub(r"(?s)<!-- (.*?) -->.*?<!-- /\1 -->", "", RESULTS))
-    for rows, text in ((micro + tiny, README.split("<!-- /results -->")[1].split("\n[")[0]),
-                       (micro, sections[2]), (tiny, sections[3])):
-        for paragraph in re.split(r"\n\n|\n(?=\d\. )", text):
-            cells = " ".join(re.sub(" ± [0-9.]+", "", cells) for name, cells in rows
-                             if re.match(r"[\w-]+", name)[0] in paragraph.replace("From", "from"))
-            for sentence in re.split(r"(?<=[.;:])\s", paragraph):
-                for number in re.findall(r"\d+\.\d+", sentence):
-                    found = re.findall(rf"(\*?)([+-]?)(?<![\d.]){number}(?!\d)", cells)
-                    assert found and ("not clear" in sentence or any(
-                        bold or not sign for bold, sign in found)), (number, sentence)
-    for row in re.findall(r"^\| [\w-]*M\w+ \|.*", sections[4], re.M):
-        for cell, rows in zip(row.split("|")[-3:], (micro, tiny)):
-            known = " ".join(map(" ".join, rows)).replace(",", "").split()
-            assert {*re.findall(r"[*+-]+\d[.\d*]+", cell)} <= {*known}, row
-
-
-def test_all_is_up_to_date(tmp_path):
-    shutil.copy(ROOT / "README.md", tmp_path)
-    for folder in ("tests", ".github"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    for log in ROOT.glob("tests/recipe_*.jsonl"):
-        assert f" {results.read_lines(log)[-1]['top1']:.1f}%" in README, log
+def test_tables_are_up_to_date(tmp_path):
+    for name in ("README.md", "tests/RESULTS.md", "tests/results.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".github").mkdir()
     results.write_tables(tmp_path / "tests")
-    for file in FILES:
-        assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes(), f"{file}: use --tables"
+    assert (tmp_path / "tests/RESULTS.md").read_bytes() == (ROOT / "tests/RESULTS.md").read_bytes()
+    assert "<svg" in (tmp_path / ".github/results.svg").read_text()
