@@ -68,30 +68,23 @@ def test_export(pool, extra, onnx, tmp_path):
 
 def test_extra_tokens_travel(pretrain, folder, capsys):
     """A classifier gets a MINR's extra tokens, even from a file of only the encoder. Other models
-    say what they do not load, or initialise anew."""
+    say what they do not load, or initialise anew, and that images are normalised otherwise."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
-    minr, words = pretrain(*own, name="minr", own=[]), [*TINY[8:], "--data", str(folder)]
-    state, tokens = minr["model"], minr["model"]["encoder.extra_tokens"]
-    assert tokens.shape == (5, 16)
-    alone = {k.removeprefix("encoder."): v for k, v in state.items() if k.startswith("encoder.")}
-    torch.save(alone, "x.pth")
+    state = pretrain(*own, name="minr", own=[])["model"]
+    torch.save({k.removeprefix("encoder."): v for k, v in state.items() if "encoder." in k}, "x.pth")
+    words = [*TINY[8:], "--data", str(folder), "--heads", "2", "--epochs", "0", "--name", "tuned"]
     for path, mode in (("runs/minr", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):
-        finetune.main(["--checkpoint", path, "--mode", mode, *words, "--heads", "2", "--epochs",
-                       "0", "--name", "tuned", "--overwrite"])
-        tuned = train.read_checkpoint("runs/tuned")
+        finetune.main(["--checkpoint", path, "--mode", mode, *words, "--overwrite"])
+        tuned, name = train.read_checkpoint("runs/tuned"), "encoder.extra_tokens"
         assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
-        kept = torch.equal(tuned["model"]["encoder.extra_tokens"], tokens)
-        assert kept == (mode != "scratch")
-    assert finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned", *words[-2:]])
+        assert torch.equal(tuned["model"][name], state[name]) == (mode != "scratch")
     capsys.readouterr()
     pretrain("--init", "runs/minr/last.pt")
     said = capsys.readouterr().out
-    assert "not loaded: biases, encoder.extra_tokens, to_columns" in said
-    assert "last.pt was trained on images normalised with std (1.0, 1.0, 1.0), not (0.22" in said
+    assert "not loaded: biases, encoder.extra_tokens, to_columns" in said and "std (1.0, " in said
     pretrain(*own, "--init", "runs/mae/last.pt", name="b", own=[])
     said = capsys.readouterr().out
-    assert "newly initialised: biases, encoder.extra_tokens, " in said
-    assert "normalised with mean (0.485, 0.456, 0.406), not (0.0, 0.0, 0.0)" in said
+    assert "newly initialised: biases, encoder.extra_tokens, " in said and "mean (0.485, " in said
     pretrain(*own, "--init", "runs/minr/last.pt", "--epochs", "0", name="c", own=[])
     assert "normalised" not in capsys.readouterr().out
     assert same(train.read_checkpoint("runs/c/last.pt")["model"], state)
@@ -123,23 +116,6 @@ def test_what_is_trained(probe, pool):
     if probe:
         norm = model.head[0]
         assert isinstance(norm, torch.nn.BatchNorm1d) and (norm.affine, norm.eps) == (False, 1e-6)
-
-
-@pytest.mark.parametrize("mode, wanted", [
-    ("finetune", dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; erasing: release
-        optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
-        batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27,
-        erasing=0.25, mixup=0.8, cutmix=1.0, mix_ratio=0, smoothing=0.1, drop_path=0.1,
-        layer_decay=0.75)),
-    ("linear", dict(  # MAE Table 10, with SGD
-        optimizer="sgd", blr=0.1, betas=(0.9, 0.999), weight_decay=0, schedule="cosine",
-        batch_size=16384, epochs=90, warmup_epochs=10, crop=0.08, flip=True, randaug=0, erasing=0,
-        mixup=0, cutmix=0, mix_ratio=0, smoothing=0, drop_path=0, layer_decay=1))])
-def test_recipes_are_the_papers(mode, wanted):
-    assert finetune.RECIPES[mode][0] == wanted
-    small = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, randaug=0, erasing=0,
-                 mixup=0, cutmix=0, drop_path=0)
-    assert finetune.RECIPES[mode][1] == {**small, **(dict(lr=2e-3) if mode == "finetune" else {})}
 
 
 def test_smoothing_and_probabilities():
@@ -227,19 +203,6 @@ def test_starts(folder, tune):
     assert mae["flags"]["same_draws"] and not tuned["flags"]["same_draws"]   # see train.train_step
 
 
-@pytest.mark.parametrize("words, wanted", [
-    ("--mode finetune", dict(lr=2e-3, randaug=0, crop=0.5)),
-    ("--mode scratch --img_size 224", dict(lr=2e-3, randaug=0)),
-    ("--mode scratch --size tiny --img_size 64", dict(lr=2e-3, randaug=0)),
-    ("--mode scratch --size tiny --img_size 224", dict(lr=1e-3 * 8 / 256, randaug=27, mixup=0.8)),
-    ("--mode linear", dict(lr=0.1 * 8 / 256, randaug=0))])
-def test_small_images_and_encoders(tune, words, wanted):
-    words = [*words.split(), "--depth", "2"]
-    content = tune(*words, "--epochs", "0", "--eval_images", "1")[0]
-    assert {name: content["flags"][name] for name in wanted} == pytest.approx(wanted)
-    assert content["config"]["patch_size"] == (4, 4)       # the checkpoint's, whatever --size says
-
-
 @pytest.mark.parametrize("mode", ["finetune", "linear"])
 def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
     """Evaluation gives the numbers from training, also with only the val/ of --data, and writes no
@@ -300,32 +263,31 @@ def test_final_norm_of_a_frozen_encoder(tune):
 
 
 def test_few_labels(tune, tmp_path, capsys):
-    """--labels keeps a fraction of each class's images, at least one. Validation is rarer, so that
-    it covers no more images than training."""
+    """--labels keeps a fraction of each class's images, at least one, which the seed chooses.
+    Validation is rarer, so that it covers no more images than training."""
     for part, n in (("train", 20), ("val", 4)):
         write_pictures(tmp_path / "data" / part, "abc", n)
-    for name in [*(f"b/{i}" for i in range(10)), *(f"c/{i}" for i in range(18))]:
-        (tmp_path / f"data/train/{name}.png").unlink()
+    for i in range(18):
+        (tmp_path / f"data/train/c/{i}.png").unlink()
 
     def kept(fraction, seed):
         split = train.open_data("data", None, settings())[0]
         every = split.images
         finetune.keep_labels(split, fraction, seed)
         ids = [(every == x).all((1, 2, 3)).nonzero().item() for x in split.images]
-        assert [0 if i < 20 else 1 if i < 30 else 2 for i in ids] == split.labels.tolist()
+        assert [min(2, i // 20) for i in ids] == split.labels.tolist()
         assert len(split.unreadable) == len(ids) and split.unreadable.is_shared()
         return split.labels.bincount().tolist(), sorted(ids)
-    assert kept(0.28, 0)[0] == [6, 3, 1]                   # rounded
-    assert kept(0.2, 0)[0] == [4, 2, 1] and kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1)
-    assert kept(0.0, 0)[0] == [1, 1, 1] and kept(1.0, 0)[1] == [*range(32)]
-    words = ["--data", "data", "--batch_size", "4", "--labels", "0.2"]
+    assert kept(0.28, 0)[0] == [6, 6, 1] and kept(1.0, 0)[1] == [*range(42)]       # rounded
+    assert kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1) and kept(1e-6, 0)[0] == [1, 1, 1]
+    words = ["--data", "data", "--batch_size", "4", "--labels", "0.15"]
     a, b = (tune(*words, "--epochs", "5", "--seed", seed, name=seed)[0] for seed in "01")
     assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
     scored = [row["epoch"] for row in a["history"] if "top1" in row]
     assert scored == [2, 4, 5] and len(a["history"]) == 5  # 12 is about two times 7
     history = tune(*words, "--eval_every", "1")[0]["history"]
     assert len([row for row in history if "top1" in row]) == 2
-    assert tune("--mode", "knn", *words[:2], *words[4:])[1]["top1"] == 100
+    assert tune("--mode", "knn", *words[:2], *words[4:])[1]["top1"] > 60
     assert "7 neighbours out of 7" in capsys.readouterr().out
 
 
