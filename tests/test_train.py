@@ -127,8 +127,7 @@ def test_what_is_an_image(tmp_path, capsys):
     leave is passed over. Files of other types are counted in one line."""
     write_pictures(tmp_path / "data", "ab", 3, side=1)
     write_pictures(tmp_path / "other", "c", 3, side=1)
-    for link, target in (("a/circle", tmp_path / "data"), ("c", tmp_path / "other/c"),
-                         ("d", "a"), ("circle", tmp_path)):
+    for link, target in (("a/circle", tmp_path), ("c", tmp_path / "other/c"), ("d", "b")):
         (tmp_path / "data" / link).symlink_to(target)
     for name in ("._0.png", ".ipynb_checkpoints/1.png", "__MACOSX/2.png", "A.JPG", "a.heic",
                  "b.HEIC", "c.gif", ".DS_Store"):
