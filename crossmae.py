@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, normalize,
-                 normalize_patches, require, sincos_pos_embed, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, require,
+                 sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
@@ -211,94 +211,6 @@ class CrossMAE(nn.Module):
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
-    # ----------------------------------------------------------------- what the paper analyses
-    def contributions(self, images, noise):
-        """Split the predictions for all masked patches into a sum of contributions, as in Appendix
-        D (item 11): (1+decoder depth,B,M,p*p*C). The first comes from mask token, position and the
-        biases of norm and head, the others from the decoder blocks. Also returns ids_keep and
-        ids_mask. Here f_i is the output of decoder block i, not a feature map."""
-        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
-        parts = [x]                                                    # first f_0, then each g_i
-        for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
-            output = block(x, y)                                       # (B, M, E) f_i from f_{i-1}
-            parts.append(output - x)                                   # g_i = f_i - f_{i-1}
-            x = output
-        norm, head = self.decoder_norm, self.decoder_pred              # together h in Appendix D
-        std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1) item 11
-        parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
-        parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
-        parts = parts @ head.weight.T                      # (1+decoder depth, B, M, p*p*C) h(g_i)
-        parts[0] += head(norm.bias)                                    # adds both biases, once
-        return parts, ids_keep, ids_mask
-
-    @torch.no_grad()
-    def figures(self, images):
-        """Return what train.py --eval draws, {name: (caption, images (rows,columns,C,H,W))}: the
-        contributions of Appendix D, and the mixing weights of Figure 5c."""
-        noise = self.encoder.fixed_noise(images)
-        parts, ids_keep, ids_mask = self.contributions(images, noise)
-        if self.norm_pix_loss:
-            _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
-            parts = parts * std                            # the true patches' std
-            parts[0] += mean                               # the true patches' mean, added only once
-        paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
-        cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
-        for part in parts:
-            cells.append(paste(grey, part, ids_mask, ids_keep))
-        cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
-        figures = {"contributions": (
-            "visible patches; contributions of mask token and position, then of each decoder "
-            "block; their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
-        if self.inter_block:
-            w = self.map_weights()                                     # (decoder depth, n)
-            values = (127.5 + 127.5 * w / w.abs().max()).expand(1, len(self.mean), -1, -1)
-            figures["map_weights"] = (
-                "mixing weights, one row per decoder block and one column per feature map; grey is "
-                "0, darker is negative",
-                normalize(values, self)[None])             # (1, 1, C, decoder depth, n)
-        return figures
-
-
-@torch.no_grad()
-def decoder_attention(mae, images):
-    """Measure what mask tokens attend to in an MAE's decoder (Table 6, the paper's starting point).
-    Images (N,C,H,W) are normalised. Returns {title: rows}, a row for each decoder block and one for
-    their sum. A row has the attention from one mask token to one visible (or class) token and to
-    one mask token, averaged over tokens and images and summed over heads. It also has the share
-    that goes to all visible tokens.
-
-    A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
-    visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
-    counts blocks from 1, this function from 0."""
-    noise = mae.encoder.fixed_noise(images)
-    seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # mean over images, summed part by part
-    for part, part_noise in zip(images.split(100), noise.split(100)):
-        ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
-        # (B, 1+L, E), the mask tokens last
-        x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)
-        to_each = []
-        for block in mae.decoder_blocks:
-            q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)   # (B, 1+L, E) each
-            q = q[:, seen:].unflatten(2, (block.attn.heads, -1))       # (B, M, heads, E/heads)
-            k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, E/heads)
-            # (B, heads, M, 1+L)
-            scores = q.transpose(1, 2) @ k.transpose(2, 3) / k.shape[3] ** 0.5
-            # softmax: ViT eq. 6; mean over mask tokens and images, sum over heads: (1+L,)
-            to_each.append(scores.softmax(dim=-1).mean(2).sum((0, 1)) / len(images))
-            x = block(x)                                               # (B, 1+L, E)
-        attended = attended + torch.stack(to_each)                     # (decoder depth, 1+L)
-    rows = []
-    for name, tokens in [*enumerate(attended), ("sum", attended.sum(0))]:
-        rows.append({"block": name, "visible": tokens[:seen].mean().item(),
-                     "masked": tokens[seen:].mean().item(),
-                     "share of visible": (tokens[:seen].sum() / tokens.sum()).item()})
-    return {f"decoder attention from mask tokens, by block: per visible token, per mask token "
-            f"(means, summed over heads), and the share that goes to all visible tokens; "
-            f"{len(images)} images": rows}
-
-
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous version numbers them differently.
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but then
@@ -324,9 +236,7 @@ def decoder_attention(mae, images):
 #      release uses decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
 #      below the mask ratio, more queries then attend to one another than in training.
-#  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
-#      `contributions` fixes it to the std of the last block's output.
-#  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
+#  11. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
 #      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must mean 75%
 #      of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
 #      inter-block attention, but repeat the numbers of Table 4's CrossMAE.

@@ -242,17 +242,6 @@ class MINR(nn.Module):
         rendered = torch.cat(colours, dim=1).transpose(1, 2)           # (B, C, H'*W')
         return rendered.unflatten(2, size), mask                       # (B, C, H', W'), (B, L)
 
-    def figures(self, images):
-        """Return {"rendered": (caption, images (rows,2,C,4H,4W))}, drawn by train.py --eval."""
-        H, W = self.encoder.img_size
-        noise = self.encoder.fixed_noise(images)
-        native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
-        large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
-        upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")  # (rows, C, 4H, 4W)
-        return {"rendered": ("rendered at 4x the model's size (training with --coord_jitter avoids "
-                             "a grid); rendered at the model's size, then upscaled bicubically",
-                             torch.stack([large, upscaled], dim=1))}
-
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
 # For GINR we follow generalized-MINR. It also has TransINR, but for that we follow trans-MINR.

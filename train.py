@@ -39,7 +39,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossBlock, CrossMAE, decoder_attention
+from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
@@ -390,10 +390,10 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 
 @torch.no_grad()
 def compare(args):
-    """Run --eval: print the checkpoints' PSNR, and each method's own measures. Writes each method's
-    own figures, and one picture of all reconstructions, named after the runs."""
+    """Run --eval: print the checkpoints' PSNR, and write one picture of all reconstructions, named
+    after the runs."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    paths, names, rows, columns, notes = [], [], [], [], []
+    paths, names, rows, columns = [], [], [], []
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
@@ -410,7 +410,7 @@ def compare(args):
             print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         sizes = model.encoder.img_size, model.encoder.patch_size
         if not rows:
-            first, (train, val, _) = sizes, open_data(args.data, sizes[0], args)
+            first, (_, val, _) = sizes, open_data(args.data, sizes[0], args)
         require(sizes == first, f"{path} has image and patch sizes {sizes}, but the checkpoints "
                                 f"before it have {first}: evaluate them separately")
         for mask in args.masks:
@@ -420,33 +420,13 @@ def compare(args):
         original, grey, _, copied = evaluate_psnr(model, val, args, args.masks[0])[1]
         columns += [copied] if columns else [original, grey, copied]
         names.append(run_of(path))
-        measures, figures = analyse(model, train, val, args)
-        for title, table in measures.items():
-            notes += [f"{path}: {title}", as_table(table)]
-        for name, (caption, cells) in figures.items():
-            picture = Path(path).with_name(f"{name}.png")
-            notes.append(f"see     {picture}: {caption}")
-            save_picture(denormalize(cells, model).unbind(1), picture)
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {min(args.eval_images, len(val.labels))} images of {args.data}",
-          as_table(rows), *notes, sep="\n")
+          as_table(rows), sep="\n")
     print(f"see     {picture}: original, masked, {', '.join(names)}")
     return rows
-
-
-def analyse(model, train, val, args):
-    """Return the papers' other analyses: tables {title: rows}, figures {name: (caption, cells)}."""
-    images = []
-    for data in (train, val):                              # at most 1,000 images each, in memory
-        batches = [x for _, x, _ in val_batches(data, args, model.encoder.img_size,
-                                                min(args.eval_images, 1000))]
-        images.append(normalize(torch.cat(batches), model))            # (b, 3, H, W)
-    measures = decoder_attention(model, images[1]) if isinstance(model, MAE) else {}
-    if hasattr(model, "measures"):
-        measures = model.measures(*images)
-    return measures, model.figures(images[1][:8]) if hasattr(model, "figures") else {}
 
 
 def save_picture(columns, path):
