@@ -99,6 +99,7 @@ class CrossMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
+    lr_scale, pairs = 1.0, False                           # see mae.py; __init__ sets lr_scale
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
@@ -112,10 +113,10 @@ class CrossMAE(nn.Module):
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
         # the number of masked patches that are not predicted (Sec. 3.3; item 2)
-        self.unpredicted = int(L * (mask_ratio - prediction_ratio))
+        self.skipped = int(L * (mask_ratio - prediction_ratio))
         require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
                                                 f"most mask_ratio {mask_ratio}: set both")
-        require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.unpredicted < L,
+        require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.skipped < L,
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
@@ -132,12 +133,7 @@ class CrossMAE(nn.Module):
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         if self.inter_block:
-            blocks = range(depth) if feature_maps == "all" else feature_maps
-            require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
-                    f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
-                    f"{depth - 1} that includes {depth - 1}")
-            # indices into ViT.feature_maps's list, which starts with the input (Sec. 3.4, A.5)
-            self.map_ids = ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
+            self.map_ids = choose_maps(feature_maps, include_input, depth)
             n = len(self.map_ids)
             self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
             if project_maps:
@@ -146,11 +142,11 @@ class CrossMAE(nn.Module):
                 nn.LayerNorm(dim, eps=1e-6) for _ in range(decoder_depth))
             # weights of feature maps, named as in the release
             self.wfm = nn.ModuleDict({"linear": nn.Linear(n, decoder_depth, bias=False)})
-        require(self.inter_block or not (softmax_weights or project_maps),
-                "feature_maps last mixes nothing: leave out softmax_weights and project_maps")
         init_weights(self)
         if self.inter_block:
             nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # w ~ N(0, 1/n), item 1
+        require(self.inter_block or not (softmax_weights or project_maps),
+                "feature_maps last mixes nothing: leave out softmax_weights and project_maps")
 
     def map_weights(self):
         """Return the mixing weights w_j^k (decoder depth,n), one row per decoder block."""
@@ -188,10 +184,10 @@ class CrossMAE(nn.Module):
         metrics is {"loss": the detached loss}. With the default noise and no self_attention, it is
         an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
+        ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3, item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C)
-        loss = (pred.float() - target).square().mean()                 # scalar, Sec. 3.3
+        loss = (pred - target).square().mean()                         # scalar, Sec. 3.3
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
@@ -210,6 +206,17 @@ class CrossMAE(nn.Module):
         decoded = self.encoder.paste_patches(images, pred, ids, ids_keep, self.norm_pix_loss,
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
+
+def choose_maps(feature_maps, include_input, depth):
+    """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
+    the output of block i. Raises InputError unless feature_maps is "all" or lists blocks from 0 to
+    depth - 1, the last one included."""
+    blocks = range(depth) if feature_maps == "all" else feature_maps
+    require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
+            f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
+            f"{depth - 1} that includes {depth - 1}")
+    return ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
+
 
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous version numbers them differently.

@@ -72,7 +72,7 @@ class HyperMAE(nn.Module):
     low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale = 1.0                                         # see mae.py
+    lr_scale, pairs = 1.0, False                           # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,
@@ -133,15 +133,14 @@ class HyperMAE(nn.Module):
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
-        layers.insert(self.modulated_layer, M)             # not a module; i counts it as well
+        layers.insert(self.modulated_layer, lambda z: z @ M)           # matmul(z, M)
+        no_relu = {len(layers) - 1}                        # the last layer outputs pixels
+        if not self.relu_around_m:                                     # item 1
+            no_relu |= {self.modulated_layer - 1, self.modulated_layer}
         for i, layer in enumerate(layers):
-            if i == self.modulated_layer:
-                z = z @ M                                              # (B, P, h) matmul(z, M)
-            else:
-                z = layer(z)                               # (B, P, h); the last: (B, P, p*p*C)
-            next_to_M = i in (self.modulated_layer - 1, self.modulated_layer)
-            if i < len(layers) - 1 and (self.relu_around_m or not next_to_M):
-                z = F.relu(z)
+            z = layer(z)                                   # (B, P, h); the last: (B, P, p*p*C)
+            if i not in no_relu:
+                z = F.relu(z)                                          # (B, P, h)
         return z + self.out_bias                                       # (B, P, p*p*C) item 3
 
     def forward(self, images, noise=None):
@@ -156,7 +155,7 @@ class HyperMAE(nn.Module):
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) Algorithm 1: pco
         pred = self.decode(coords, M)                                  # (B, P, p*p*C) z
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C) x_masked
-        loss = (pred.float() - target).square().mean()                 # MSELoss(z, x_masked)
+        loss = (pred - target).square().mean()                         # MSELoss(z, x_masked)
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()

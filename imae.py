@@ -48,8 +48,7 @@ class IMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale = 1.0
-    pairs = True                                           # train.py draws partners, item 7
+    lr_scale, pairs = 1.0, True                            # train.py draws partners, item 7
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -140,10 +139,10 @@ class IMAE(nn.Module):
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):           # (B, 1+K, E), (B, C, H, W)
             pred = self.decode(z_i, ids_keep, ids_mask, ids_mask.shape[1])  # (B, M, p*p*C)
             target = self.encoder.targets(x_i, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C) item 5
-            recon.append((pred.float() - target).square().mean())
+            recon.append((pred - target).square().mean())
             if self.distill_weight > 0:
                 w_i = self.teach(x_i, ids_keep)                        # (B, 1+K, E)
-                distill = distill + (z_i.float() - w_i.float()).square().mean()  # l2_loss(z_i, w_i)
+                distill = distill + (z_i.float() - w_i).square().mean()  # l2_loss(z_i, w_i)
         loss = self.distill_weight * distill + sum(recon)              # c distill + recon, item 4
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
                    "distill": distill}

@@ -44,6 +44,7 @@ class MAE(nn.Module):
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
     lr_scale = 1.0             # multiplies train.py's learning rate, unless --lr is set (CrossMAE)
+    pairs = False                                          # whether it learns from pairs (i-MAE)
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -99,7 +100,7 @@ class MAE(nn.Module):
         # normalised patches have more local contrast and give higher accuracy (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
         # with visible patches in the loss, accuracy would be slightly lower (Sec. 3)
-        loss = (pred.float() - target).square().mean()     # scalar, float32 even if pred is bf16
+        loss = (pred - target).square().mean()                         # scalar
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()

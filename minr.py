@@ -83,7 +83,7 @@ class MINR(nn.Module):
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    lr_scale = 1.0
+    lr_scale, pairs = 1.0, False                           # see mae.py
 
     def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
                  mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,
@@ -189,7 +189,7 @@ class MINR(nn.Module):
         PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
-        colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
+        colours = images.flatten(2).transpose(1, 2).float()            # (B, H*W, C)
         masked = self.encoder.pixels_of(mask).flatten(1)               # (B, H*W)
         if self.training and self.pixel_fraction < 1:
             N = math.ceil(self.pixel_fraction * len(coords))
@@ -210,7 +210,7 @@ class MINR(nn.Module):
         layers = self.modulate(tokens)
         coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
         pred = self.decode(coords, layers)                             # (B, N, C)
-        error = (pred.float() - target.float()).square().mean(dim=2)   # (B, N)
+        error = (pred - target).square().mean(dim=2)                   # (B, N)
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:

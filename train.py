@@ -62,7 +62,7 @@ def pretrain(args):
     train, val, img_size = open_data(args.data, img_size, args)
     model, config = build_model(args, train, img_size, init)
     del init                                               # its weights are in the model now
-    args.pairs = getattr(model, "pairs", False)            # i-MAE learns from pairs of images
+    args.pairs = model.pairs                               # i-MAE learns from pairs of images
     args.same_draws = True                                 # MINR's random pixels: see train_step
     if not train.in_memory:                                # random crops, not centre crops
         train.transform = crop_transform(img_size, args)
@@ -294,7 +294,7 @@ def build_model(args, train, img_size, init):
     apply_recipe(args, {**method_arguments(cls), **cls.recipe},
                  {**cls.low_res_recipe, **cls.low_res_config}, config, len(train.labels))
     config.update({name: getattr(args, name) for name in method_arguments(cls)})
-    if getattr(cls, "pairs", False):
+    if cls.pairs:
         check_same_class(train.labels, train.classes, args.same_class)
         print(f"teacher {args.teacher or 'none, so no distillation (pass an MAE with --teacher)'}")
         if args.teacher:
@@ -1177,7 +1177,7 @@ def main(argv=None):
         option("--init", metavar="FILE", help="checkpoint that initialises the encoder "
                "and, if it matches, the decoder; also sets --size, --patch_size and --img_size")
         option("--mask", choices=masks, default="random", help="mask pattern (random)")
-        if getattr(cls, "pairs", False):
+        if cls.pairs:
             option("--teacher", metavar="FILE", help="checkpoint of an MAE to distill (none)")
             option("--same_class", type=number(float, 0, 1), metavar="X",
                    help="fraction of pairs from the same class (not given: random pairs)")

@@ -22,7 +22,7 @@ def ids_of(model, images, noise):
     (4, 0.75, 0.75, 4, 12), (14, 0.75, 0.25, 49, 49), (6, 0.6, 0.1, 14, 4), (14, 0.9, 0.3, 19, 60),
     (8, 0.75, 0.15, 16, 10), (8, 0.5, 0.001, 32, 1)])      # 10, not 9, as in the release
 def test_counts(side, mask_ratio, prediction_ratio, visible, predicted):
-    """The numbers of visible and of unpredicted patches are rounded down. All other patches are
+    """The numbers of visible and of skipped patches are rounded down. All other patches are
     predicted, each once."""
     model = build("crossmae", img_size=side, patch_size=1, mask_ratio=mask_ratio,
                   prediction_ratio=prediction_ratio)

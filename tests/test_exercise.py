@@ -195,7 +195,7 @@ def test_handout(repository, tmp_path):
     text, original = ("".join((place / file).read_text(encoding="utf-8") for file in files)
                       for place in (folder, ROOT))
     for solution in ("phase.cos()", "noise.argsort", "x[:, 1:] + pos[ids_keep]",
-                     "U.repeat(", "var_mean(", "the large encoder sees", "w_i.float"):
+                     "U.repeat(", "var_mean(", "the large encoder sees", "z_i.float"):
         assert solution not in text and solution in original
     assert not (folder / "tests/test_exercise.py").exists()
     readme = (folder / "README.md").read_text(encoding="utf-8")
