@@ -303,10 +303,10 @@ def build_model(args, train, img_size, init):
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if config.get("teacher"):
-        model.teacher.load_state_dict(teacher_state)
     if args.init:
         initialize(model, init, args.init)
+    if config.get("teacher"):                              # --teacher wins over one in --init
+        model.teacher.load_state_dict(teacher_state)
     if not lr_given:
         args.lr *= model.lr_scale                          # CrossMAE A.6: prediction / mask ratio
     return model, config

@@ -64,8 +64,8 @@ def commands(args, name, seed):
                      f"--epochs {epochs} --seed {seed} --runs {{runs}} --name {encoder}")
     if name in PRETRAINED:
         file = f"{{runs}}/{name}/last.pt --data {args.data}"
-        more = f" && python -m tests.analyses {file}" if name in ("mae", "imae", "imae_alone") else ""
-        yield "PSNR", f"python train.py --eval {file} {MASKS}{more}"
+        analyses = f" && python -m tests.analyses {file}" * (name in ("mae", "imae", "imae_alone"))
+        yield "PSNR", f"python train.py --eval {file} {MASKS}{analyses}"
     if name == "imae_alone":                               # only for its measure of two images
         return
     source, words = source.replace("{size}", args.size), f"--data {args.data} --seed {seed}"

@@ -172,6 +172,11 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
         assert f"teacher {file}\n" in capsys.readouterr().out and model.distill_weight == 1.0
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
+    pretrain("--seed", "1", *micro, name="other")
+    words = ["--method", "imae", "--teacher", "runs/other", "--init", "runs/student"]
+    both = pretrain(*words, "--epochs", "0", name="both")["model"]     # --teacher wins
+    other = train.read_checkpoint("runs/other")["model"]
+    assert all(torch.equal(both[f"teacher.{name}"], other[name]) for name in teacher)
     start = pretrain("--method", "imae", "--init", "runs/mae/last.pt", "--epochs", "0", *micro,
                      name="init")["model"]
     assert "teacher none, so no distillation" in capsys.readouterr().out
