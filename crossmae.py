@@ -1,13 +1,15 @@
-"""CrossMAE: each masked patch is decoded independently, so training needs to decode only some.
+"""CrossMAE: each masked patch is decoded on its own, from the encoder's tokens alone.
+
+In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
+Here they are decoded by cross-attention: each mask token is a query that attends only to encoder
+tokens, so no prediction depends on the others. This allows partial reconstruction: the loss can use
+a random subset of the masked patches (`prediction_ratio`), and the rest cost nothing. With
+inter-block attention, each decoder block attends to its own learned mix of feature maps: the
+encoder's tokens before its first block and after each block. The loss is the mean squared error
+over the pixels of the predicted patches, by default normalised.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
-
-In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
-Here each mask token is a query that attends only to encoder tokens, so no prediction depends on the
-others. The loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
-cost nothing. Feature maps are the encoder's tokens before its first block and after each block;
-each decoder block attends to its own learned mix of them.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
     side, n feature maps f_1 ... f_n; w (decoder depth,n): their weights in the mixes t_1, t_2, ...
@@ -112,15 +114,14 @@ class CrossMAE(nn.Module):
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
-        # the number of masked patches that are not predicted (Sec. 3.3; item 2)
-        self.skipped = int(L * (mask_ratio - prediction_ratio))
+        self.skipped = int(L * (mask_ratio - prediction_ratio))        # not predicted: item 2
         require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
                                                 f"most mask_ratio {mask_ratio}: set both")
         require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.skipped < L,
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # A.6: lr = gamma base_lr batchsize / (256 p), gamma: prediction ratio, p: mask ratio
+        # A.6: lr = base_lr * batchsize / 256 * prediction ratio / mask ratio
         self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3
         p, q = self.encoder.patch_size
 
@@ -184,7 +185,7 @@ class CrossMAE(nn.Module):
         metrics is {"loss": the detached loss}. With the default noise and no self_attention, it is
         an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3, item 3
+        ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C)
         loss = (pred - target).square().mean()                         # scalar, Sec. 3.3
@@ -223,7 +224,7 @@ def choose_maps(feature_maps, include_input, depth):
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but then
 #      it overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
-#   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
+#   2. In Sec. 3.3, a fraction of the patches is predicted. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others are predicted. With L = 64 and
 #      ratios 0.75 and 0.15, 10 patches are predicted, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is

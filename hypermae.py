@@ -1,12 +1,13 @@
-"""HyperMAE: a ViT predicts one layer of a small MLP from patch coordinates to pixels.
+"""HyperMAE: a ViT predicts one layer of a small MLP that maps a patch's coordinates to its pixels.
 
-Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
-Release: https://github.com/cvlab-stonybrook/HyperMAE
+The MLP is called PaCo-MLP (patch-coordinate MLP). One of its layers, the matrix M, is different for
+each image; all images share the other layers. ViT blocks called Feat2W read the encoded visible
+patches and a few learned weight tokens, and turn the weight tokens into M. There are no mask
+tokens: a masked patch costs one pass through the MLP. The loss is the mean squared error over the
+pixels of the masked patches, by default normalised.
 
-Some ViT blocks (Feat2W) read the encoded visible patches and a few learned weight tokens. Their
-outputs at the weight tokens become a matrix M, one layer of an MLP (PaCo-MLP) that maps the
-coordinates of a patch to its pixels. M differs between images; all images share the other layers.
-There are no mask tokens: a masked patch costs one pass through a small MLP.
+Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training
+(SSL workshop at NeurIPS 2023). Release: https://github.com/cvlab-stonybrook/HyperMAE
 
     B images, L patches, K visible, L-K masked, P predicted, p patch side, D encoder width, h width
     of the PaCo-MLP, n weight tokens. T (h,n), a learned matrix, mixes them into the rows of M
@@ -118,12 +119,12 @@ class HyperMAE(nn.Module):
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
-        W = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
-        x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) order: item 4
+        w = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
+        x = torch.cat([x, w], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
-        W = x[:, -n:]                                                  # (B, n, D) W^4
-        return self.T @ self.proj(W)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
+        w = x[:, -n:]                                                  # (B, n, D) W^4
+        return self.T @ self.proj(w)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):
         """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
@@ -191,3 +192,4 @@ class HyperMAE(nn.Module):
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
 #   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output pixels,
 #      and the first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#   9. The release's script fine-tunes ViT-B for 100 epochs with blr 5e-4; Table 13 has 50 and 1e-3.

@@ -1,11 +1,13 @@
 """i-MAE: encode a mixture of two images, and separate it into two latents with linear layers.
 
-Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
-2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
-
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
-predicts its image. For more targets, a frozen MAE, the teacher, encodes the same patches unmixed.
+predicts its image. With distillation, a frozen MAE, the teacher, also encodes the visible patches
+of each image, unmixed. The loss adds two mean squared errors for each image: that of its masked
+patches, and that between its latent and the teacher's.
+
+Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
+2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
@@ -266,10 +268,14 @@ def teacher_of(checkpoint, config):
 #   5. Algorithm 1 always normalises targets; in Section 1 they are plain pixels on CIFAR and
 #      Tiny-ImageNet. The release accepts norm_pix_loss and ignores it; here it works.
 #   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding.
-#      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release
-#      also keeps the MAE's decoder embedding, but never uses it.
+#      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release's
+#      model also has MAE's decoder embedding, unused. Its script deletes the MAE's weights for it,
+#      so the strict load_state_dict that follows must fail.
 #   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
 #      has 1e-3. To classify, Section 1 uses mask ratio 0.75 (our default) and normalised targets;
 #      for figures, 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
+#   9. The release's documented command starts from an MAE, passes norm_pix_loss (but see item 5),
+#      and pairs only images of one class (`--same_prob 1.0`); the supplement's Table 1 does not.
+#      Its fine-tuning has 20 epochs and blr 5e-5; Table 3 has 25 and 1e-3. We follow the tables.
