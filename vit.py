@@ -418,7 +418,7 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 def sizes_of(state, path, heads=None):
     """Infer the encoder's constructor arguments from the shapes in a state dict with our names, for
     RGB images, and square patches in a square grid. Shapes do not show the number of heads: it is
-    `heads`, or that of the SIZES with this width and depth. Raises InputError if they do not fit."""
+    `heads`, or that of the SIZES with this width and depth. Raises InputError unless they fit."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
