@@ -64,9 +64,7 @@ def pretrain(args):
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     config = vit_config(args, img_size, {"in_chans": len(cls.mean), **source["config"]})
-    model, config = build_model(args, config, saved)
-    if args.init and not saved:
-        initialize(model, source, args.init)
+    model, config = build_model(args, config, source, resumed=bool(saved))
     del source                                             # its weights are in the model now
     apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
     # True: i-MAE learns from pairs of images; "views": a method that compares two crops of an image
@@ -280,16 +278,16 @@ def describe(args, model, train, val):
 
 
 # --------------------------------------------------------------------------- the model, the recipe
-def build_model(args, config, saved):
-    """Return the model of --method with random weights, and its constructor arguments: `config`,
-    those of the encoder, and the method's own. A resumed run's teacher is in its last.pt, `saved`.
-    """
+def build_model(args, config, source, resumed):
+    """Return the model of --method, and its constructor arguments: `config`, those of the encoder,
+    and the method's own. Weights are random or from --init, read as `source`. If a run is resumed,
+    `source` is its last.pt, which also holds any teacher; `resume` loads the weights."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
     config = {**config, **{name: getattr(args, name) for name in own}}
-    if saved.get("config", {}).get("teacher"):
-        config["teacher"] = saved["config"]["teacher"]
+    if resumed:
+        config.update({k: v for k, v in source["config"].items() if k == "teacher"})
     elif getattr(args, "teacher", None):
         config["teacher"], teacher = teacher_of(read_checkpoint(args.teacher, args.heads), config)
     elif hasattr(args, "teacher"):
@@ -297,7 +295,9 @@ def build_model(args, config, saved):
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if teacher:
+    if args.init and not resumed:
+        initialize(model, source, args.init)
+    if teacher:                                            # wins over one in the --init file
         model.teacher.load_state_dict(teacher)
     return model, config
 

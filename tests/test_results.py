@@ -11,7 +11,7 @@ import numpy as np
 
 import finetune
 import train
-from tests import results
+from tests import analyses, results
 from tests.conftest import ROOT, write_pictures
 
 FILES = "README.md tests/RESULTS.md .github/results.svg .github/recipe.svg".split()
@@ -30,7 +30,10 @@ def test_continues_where_it_stopped(monkeypatch, tmp_path):
 
     def process(words, **options):
         with redirect_stdout(io.StringIO()) as printed:
-            {"train.py": train, "finetune.py": finetune}[words[1]].main(words[2:])
+            if words[1] == "-m":
+                analyses.main([*words[3:], "--workers", "0"])
+            else:
+                {"train.py": train, "finetune.py": finetune}[words[1]].main(words[2:])
         return SimpleNamespace(stdout=printed.getvalue())
 
     def run(command):

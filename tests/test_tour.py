@@ -19,19 +19,19 @@ import torchvision
 import finetune
 import train
 import vit
-from crossmae import CrossMAE, decoder_attention
+from crossmae import CrossMAE
 from hypermae import HyperMAE
-from imae import IMAE, ridge_r2
+from imae import IMAE
 from mae import MAE
 from minr import MINR
-from tests import tour
+from tests import analyses, tour
 from tests.conftest import ROOT, settings
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
 
 FILES = [str(ROOT / f"{name}.py")
-         for name in "vit mae crossmae hypermae minr imae finetune".split()]
+         for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
 SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=5, heads=4)
 B, L, RATIO = 10, 143, dict(mask_ratio=0.78)
 DECODER = dict(RATIO, decoder_dim=92, decoder_depth=6, decoder_heads=4)
@@ -74,7 +74,6 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "MINR.decode": dict(N="coords.shape[-2]", a_0="2 * self.ff_dim", b_i="len(bias)"),
     "MINR.forward": dict(N="len(coords)"),
     "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
-    "MINR.figures": dict(rows="len(images)"),
     "IMAE.teach": dict(D_m="self.teacher['encoder'].dim"),
     "ridge_r2": dict(N="len(x_val)", T="x.shape[1]", a="x.shape[2]", b="y.shape[2]"),
     "evaluate": dict(b="len(images)"),
@@ -152,15 +151,15 @@ def runs():
         model, sizes = cls(**SIZES, **cases[0]), dict(B=B, **cases[0])
         if cls is MAE:
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes, True
-            yield lambda: decoder_attention(model, images), model, sizes, False
+            yield lambda: analyses.decoder_attention(model, images), model, sizes, False
         elif cls is IMAE:
             yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes, True
-            yield lambda: model.latents(images, 0.3, ("a", "b")), model, sizes, False
-            yield lambda: model.subordinate_psnr(images, 0.3), model, sizes, False
+            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes, False
+            yield lambda: analyses.subordinate_psnr(model, images, 0.3), model, sizes, False
         elif cls is not HyperMAE:
-            yield lambda: model.figures(images[:4]), model, dict(sizes, B=4), False
+            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4), False
     x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
-    yield lambda: ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
+    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
     for kind in ("grid", "block"):
         yield lambda: mask_noise(kind, B, (11, 13)), model, sizes, True
     yield lambda: to_released(model), model, sizes, False

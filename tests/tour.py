@@ -179,8 +179,8 @@ def letters(model):
         sizes.update(K=K, M=h * w - K)
     if hasattr(model, "decoder_pos_embed"):
         sizes.update(E=model.decoder_pos_embed.shape[2])
-    if hasattr(model, "unpredicted"):                      # CrossMAE
-        sizes.update(P=sizes["M"] - model.unpredicted)
+    if hasattr(model, "skipped"):                      # CrossMAE
+        sizes.update(P=sizes["M"] - model.skipped)
     if hasattr(model, "map_ids"):
         sizes.update(n=len(model.map_ids))
     if hasattr(model, "weight_tokens"):                    # HyperMAE
@@ -494,7 +494,7 @@ def tour_method(args):
         path, model = "random weights", cls(**TINY, **cls.low_res_config)
     require(type(model) is cls, f"{path} is not of method {args.method}")
     H, W = model.encoder.img_size
-    most = 1 + hasattr(cls, "pairs")
+    most = 2 if cls.pairs else 1
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     files, images = [*args.image, *IMAGES[len(args.image):most]], []
     for file in files:
