@@ -1,18 +1,33 @@
-"""Draw how the five methods work. `python -m tests.diagrams` writes to .github: diagram_all.svg for
-the README, and diagram_mae.svg and so on, one method each, with the code's names and shapes.
+"""Draw how the five methods work. `python -m tests.diagrams` writes to .github: hero.svg, what the
+lines of MAE.forward make of an image; diagram_all.svg, all methods; and diagram_mae.svg and so on,
+one method each, with the code's names and shapes.
 
-One function per method draws both. x and y are pixels of the README's picture, y from the top of a
+One function per method draws its two diagrams. x and y are pixels of the README's picture, y from the top of a
 method's images. In labels, | separates lines; lines of code begin with `, and the README has none.
 """
 
+import ast
+import inspect
 import re
+import textwrap
+from base64 import b64encode
+from html import escape
+from io import BytesIO
 from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from mae import MAE
+from train import load_model, read_image
+from vit import denormalize, gather_patches, normalize, patchify
 
 # Images have 4 x 4 patches, numbered row by row. CrossMAE predicts `some` of the masked ones.
 PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),
                masked=(0, 1, 3, 4, 6, 7, 8, 9, 10, 13, 14, 15))
 SIDE, MID, WORDS = 64, 32, 81          # an image's side and centre; y of the words below the images
-MARKS = Path(__file__).with_suffix(".svg").read_text(encoding="utf-8").split("\n", 1)[1]
+MARKS = Path(__file__).with_suffix(".svg").read_text(encoding="utf-8").split("\n", 1)[1].removesuffix("</svg>\n")
 KEY = dict(a="visible patch", b="visible, second image", x="blended patch", masked="masked patch",
            z="masked pixels set to 0", o="not in the loss", wire="the loss compares",
            c="class token", m="mask token, learned, with position", l="weight token, learned",
@@ -233,6 +248,99 @@ def imae(d):
     return "M = 12 masked. D, E: widths of encoder and decoder. The images' weights are random"
 
 
+# ------------------------------------------------------- the README's first picture: MAE.forward
+SENTENCES = ("Cut the image into {L} patches.|Mask {M} of them at random.",
+             "The encoder turns each visible patch|into a row of numbers.",
+             "The decoder predicts the masked patches|from these rows.",
+             "The target: the masked patches|of the original.",
+             "How far off? Training makes this|number small, without any labels.")
+
+
+def forward_lines():
+    """Return the statements of MAE.forward, without its docstring and its return."""
+    source = textwrap.dedent(inspect.getsource(MAE.forward))
+    statements = ast.parse(source).body[0].body[1:-1]
+    return [" ".join(ast.get_source_segment(source, x).split()) for x in statements]
+
+
+def run_forward():
+    """Run these lines with a trained model and an image. Return the variables, {name: value}."""
+    folder = Path(__file__).parent / "models"
+    model = load_model(folder / "mae.pt")
+    images = normalize(read_image(folder / "images/val/automobile/0917.jpg")[None], model)
+    names = dict(self=model, images=images, noise=model.encoder.fixed_noise(images))
+    with torch.no_grad():
+        for line in forward_lines():
+            exec(line, MAE.forward.__globals__, names)
+    return names
+
+
+def mosaic(tiles, grid, gap=2):
+    """Return a picture as a data URL: tiles (L,p,q,4), RGB and opacity in [0, 1], in a grid."""
+    tiles = tiles.repeat_interleave(6, dim=1).repeat_interleave(6, dim=2)
+    tiles = F.pad(tiles, (0, 0, 0, gap, 0, gap)).unflatten(0, grid)    # (h, w, p, q, 4)
+    pixels = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)         # (h*p, w*q, 4)
+    pixels = pixels[:len(pixels) - gap, :pixels.shape[1] - gap].mul(255).round().byte()
+    file = BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + b64encode(file.getvalue()).decode()
+
+
+def hero_pictures(names):
+    """Return the pictures of each line, one or two, from the variables of MAE.forward."""
+    encoder, ids, keep = names["self"].encoder, names["ids_mask"][0], names["ids_keep"][0]
+    (p, q), L, grid = encoder.patch_size, encoder.num_patches, encoder.grid
+    orange, blue = torch.tensor([[213, 94, 0], [0, 114, 178]]) / 255
+
+    def tiles(patches):                                    # (1, n, p*q*3) -> (n, p, q, 4)
+        x = denormalize(patches.view(-1, p, q, 3).permute(0, 3, 1, 2), names["self"])
+        return F.pad(x.permute(0, 2, 3, 1), (0, 1), value=1)
+
+    def place(x, ids, opacity=0.0):                        # grey where there is no patch
+        grey = torch.tensor([0.5, 0.5, 0.5, opacity]).expand(L, p, q, 4)
+        return mosaic(grey.index_copy(0, ids, x), grid)
+
+    patches, pred = tiles(patchify(names["images"], (p, q))), tiles(names["pred"])
+    error = (names["pred"] - names["target"]).square().view(-1, p, q, 3).mean(3, keepdim=True)
+    error = 1 - (1 - orange) * (error / error.quantile(0.99)).clamp(max=1)     # white: no error
+    latent = names["latent"][0, :, None, :, None].expand(-1, p, -1, 1)         # (1+K, p, D, 1)
+    strength = (latent.abs() / latent.abs().quantile(0.99)).clamp(max=1)
+    rows = torch.cat([torch.where(latent > 0, orange, blue), strength], dim=3)
+    column = F.pad(patches[keep], (0, 0) * 3 + (1, 0))     # no patch for the class token
+    return [[mosaic(patches, grid), place(patches[keep], keep, 0.6)],
+            [mosaic(x, (len(x), 1)) for x in (column, rows)],
+            [place(pred, ids), mosaic(patches.index_copy(0, ids, pred), grid, gap=0)],
+            [place(tiles(names["target"]), ids)], [place(F.pad(error, (0, 1), value=1), ids)]]
+
+
+def hero():
+    """Return the SVG of MAE.forward: a sentence for each line, the line, and what it made."""
+    names, d, side, left, right, y = run_forward(), Drawing(True), 112, 566, 706, 12
+    sizes = dict(L=names["_"].shape[1], M=names["ids_mask"].shape[1])
+    steps = zip(forward_lines(), SENTENCES, hero_pictures(names), strict=True)
+    for i, (code, words, pictures) in enumerate(steps):
+        words = words.format(**sizes).split("|")
+        code = textwrap.wrap(code, 49, subsequent_indent="\u00a0" * 4)         # SVG keeps these
+        top, middle = y + side / 2 + 17 - 12 * len(words + code), y + side / 2
+        for j, line in enumerate(words + code):
+            d.add("text", "line" if line in code else "say", escape(line), x=14,
+                  y=top + 24 * j + 3 * (line in code), text_anchor="start")
+        boxes = [(left, side), (right, side)] if i != 1 else [(left, 10), (left + 16, 236)]
+        for (x, width), data in zip(boxes, pictures):
+            if i != 1:
+                d.rect(x - 1, y - 1, width + 2, side + 2, "pale", 0)
+            d.add("image", "", href=data, x=x, y=y, width=width, height=side,
+                  preserveAspectRatio="none")
+        if i in (0, 2, 4):
+            d.flow(middle, (left + side + 4, right - 4))
+        if i:
+            d.add("path", "rule", d=f"M0 {y - 10}H830")
+        y += side + 20
+    d.add("circle", "c", cx=left + 5, cy=147.2, r=3)       # the class token, at the first row
+    d.add("text", "loss", f"{names['loss']:.2f}", x=right + side / 2, y=middle + 12)
+    return svg("hero", d.parts, y - 8, 12)
+
+
 # --------------------------------------------------------------------------------- whole pictures
 METHODS = dict(mae=mae, crossmae=crossmae, hypermae=hypermae, minr=minr, imae=imae)
 
@@ -254,6 +362,16 @@ def legend(d, kinds, size):
         d.add("text", "soft", KEY[kind], x=x + 16, y=y + size / 3, text_anchor="start")
         x += width
     return y + 18
+
+
+def svg(name, parts, height, size, scale=1):
+    """Return an SVG of width 830 on a background. All ids in it begin with its name."""
+    body = "\n".join([MARKS, tag("rect", "back", width="100%", height="100%", rx=6), *parts])
+    text = tag("svg", "", body, xmlns="http://www.w3.org/2000/svg", font_size=size,
+               font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
+               stroke_width=1.3, viewBox=f"0 0 830 {height}", width=scale * 830,
+               height=scale * height)
+    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", text) + "\n"
 
 
 def draw(picture):
@@ -284,17 +402,12 @@ def draw(picture):
     top.say((674, height + 18, "predicted"), (780, height + 18, "original"))
     clips = "".join(tag("clipPath", "", tag("path", "", d=squares(ids, kind != "all")), id=kind)
                     for kind, ids in PATCHES.items())
-    body = "\n".join([MARKS.replace("</defs>\n</svg>\n", clips + "</defs>"),
-                      tag("rect", "back", width="100%", height="100%", rx=6), *top.parts,
-                      f'<g transform="translate(0 {height})">', *d.parts, "</g>"])
-    svg = tag("svg", "", body, xmlns="http://www.w3.org/2000/svg", font_size=size,
-              font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
-              stroke_width=1.3, viewBox=f"0 0 830 {y + height}", width=scale * 830,
-              height=scale * (y + height))
-    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{picture}-", svg) + "\n"     # unique ids
+    parts = [clips, *top.parts, f'<g transform="translate(0 {height})">', *d.parts, "</g>"]
+    return svg(picture, parts, y + height, size, scale)
 
 
 if __name__ == "__main__":
+    folder = Path(__file__).parent.parent / ".github"
+    (folder / "hero.svg").write_text(hero(), encoding="utf-8")
     for name in ["all", *METHODS]:
-        path = Path(__file__).parent.parent / f".github/diagram_{name}.svg"
-        path.write_text(draw(name), encoding="utf-8")
+        (folder / f"diagram_{name}.svg").write_text(draw(name), encoding="utf-8")
