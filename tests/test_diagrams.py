@@ -11,16 +11,18 @@ import torch
 from PIL import Image
 
 from tests.conftest import ROOT
-from tests.diagrams import METHODS, draw, hero, run_forward
+from tests.diagrams import KEY, METHODS, draw, hero, run_forward
 from tests.tour import letters
 from train import METHODS as CLASSES
 from vit import denormalize
 
 OPTIONS = dict(mae={}, crossmae=dict(prediction_ratio=0.25), hypermae=dict(n_weight_tokens=3),
                minr=dict(groups=3), imae={})
-DRAWN = dict(mae=dict(a="3 * K", m="M"), crossmae=dict(a="3 * K", m="P"),      # numbers of tokens
-             hypermae=dict(a="2 * K", l="n", w="n"), minr=dict(a="K", z="L - K", l="G", w="G"),
-             imae=dict(a="4 * K", b="4 * K", x="2 * K", m="2 * M"))
+DRAWN = dict(mae=dict(a="3 * K", m="M", C="1", c="2"),                 # numbers of tokens
+             crossmae=dict(a="3 * K", m="P", C="1", c="2"),
+             hypermae=dict(a="2 * K", l="n", w="n", C="1", c="1"),
+             minr=dict(a="K", z="L - K", l="G", w="G", C="1"),
+             imae=dict(a="4 * K", b="4 * K", x="2 * K", m="2 * M", C="3", c="7"))
 
 
 def parts_of(svg, prefix):
@@ -72,12 +74,35 @@ def test_hero():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_as_in_the_code(name):
-    """A diagram's names and shapes are in the method's file. Its numbers are the model's."""
-    svg, source, cls = draw(name), (ROOT / f"{name}.py").read_text(), CLASSES[name]
+    """A diagram's names and shapes are in the method's file, and a note explains the letters of its
+    shapes and no others. Its numbers are the model's."""
+    svg, source, cls = draw(name), (ROOT / f"{name}.py").read_text(encoding="utf-8"), CLASSES[name]
     code = " ".join(re.findall(r'class="code"[^>]*>(.*?)<', svg))
     assert {*re.findall(r"[A-Za-z_]\w*", code)} - {*re.findall(r"\w+", source)} == set()
-    assert all(shape in source.replace(" ", "") for shape in re.findall(r"\([^()]*,.*?\)", code))
+    shapes = re.findall(r"\([^()]*,.*?\)", code)
+    assert all(shape in source.replace(" ", "") or f"(B,{shape[1:]}" in source for shape in shapes)
+    note = re.search(r">(B images .*?)<", svg)[1]
+    assert sorted({*re.findall("[A-Za-z]", " ".join(shapes))}) == sorted(
+        {*re.findall(r"\b[A-Za-z]\b", note)})
     sizes = letters(cls(16, 4, 3, 16, 4, 2, **{**cls.low_res_config, **OPTIONS[name]}))
-    assert "K = 4" in svg and all(sizes[x] == int(n) for x, n in re.findall(r"(\w) = (\d+)", svg))
-    for token, number in DRAWN[name].items():              # one more is in the legend
-        assert svg.count(f'href="#{name}-{token}" x=') - 1 == eval(number, sizes)
+    assert all(sizes[x] == int(n) for x, n in re.findall(r"(\w) = (\d+)", note))
+    for token, number in DRAWN[name].items():
+        drawn = svg.count(f'href="#{name}-{token}" x=') - (token in KEY)       # one in the legend
+        assert drawn == eval(number, sizes), token
+
+
+@pytest.mark.parametrize("file", ["all", *METHODS])
+def test_words(file):
+    """Labels do not overlap, and none is smaller than 12 pixels in a picture 830 pixels wide."""
+    svg = ElementTree.fromstring(draw(file))
+    assert svg.get("viewBox").startswith("0 0 830 ")
+    assert min(int(part.get("font-size", 12)) for part in svg.iter()) == 12
+    for group in svg.iter():
+        boxes = []
+        for text in group.findall("{*}text[@class][@x]"):
+            if text.get("class") in ("code", "soft") and not text.get("text-anchor"):
+                size = len(text.text) * (7.3 if text.get("class") == "code" else 5.5)
+                x, y = float(text.get("x")), float(text.get("y"))
+                assert all(abs(y - Y) > 8 or abs(x - X) >= (size + other) / 2
+                           for X, Y, other in boxes), text.text
+                boxes.append((x, y, size))
