@@ -181,8 +181,8 @@ def mae(d):
     d.say(IMAGES, (254, "|`latent|`(B,1+K,D)"), (350, 25, "linear + position"),
           (350, 48, "`decoder_embed|`decoder_pos_embed"), (500, "small decoder"),
           (472, "|`add_mask_tokens|`(B,1+L,E)"), (529, -3, "`decoder_blocks"))
-    return ("L = 16 patches of p * p pixels, K = 4 visible, M = 12 masked. D, E: encoder, decoder "
-            "width")
+    return ("L = 16 patches of p * p pixels, K = 4 visible, M = 12 masked. D, E: widths of encoder "
+            "and decoder")
 
 
 def crossmae(d):
@@ -210,8 +210,8 @@ def crossmae(d):
           (373, 36, "`dec_norms"), (584, 2, "linear"), (346, "for each decoder block, one mix|"
           "of the input and all blocks' outputs|`(B,1+K,D)"), (584, 76, "`decoder_pred"),
           (522, "mask tokens attend|only to the mix|`mask_token (B,P,E)|`cross_attn"))
-    return ("K = 4 visible, P = 4 predicted patches of p * p pixels. n = 5 maps. D, E: encoder, "
-            "decoder width")
+    return ("K = 4 visible, P = 4 predicted patches of p * p pixels. n = 5 maps. D, E: widths of "
+            "encoder and decoder")
 
 
 def hypermae(d):
@@ -229,7 +229,7 @@ def hypermae(d):
           (292, -18, "`weight_tokens"), (368, 67, "linear"), (404, 67, "`proj"), (357, 30, "`T"),
           (391, "||`M|`(B,h,h)"), (554, "||`paco_mlp"))
     return ("K = 4 visible, P = 12 predicted patches of p * p pixels. n = 3 weight tokens. D, h: "
-            "encoder, MLP width")
+            "widths of encoder and MLP")
 
 
 def minr(d):
@@ -347,7 +347,7 @@ def hero_pictures(names):
 def hero():
     """Return the SVG of MAE.forward: a sentence for each line, the line, and what it made."""
     names, d, side, left, right, y = run_forward(), Drawing(True), 112, 566, 706, 12
-    sizes = dict(L=names["_"].shape[1], M=names["ids_mask"].shape[1])
+    sizes = dict(L=names["self"].encoder.num_patches, M=names["ids_mask"].shape[1])
     steps = zip(forward_lines(), SENTENCES, hero_pictures(names), strict=True)
     for i, (code, words, pictures) in enumerate(steps):
         words = words.format(**sizes).split("|")
@@ -399,14 +399,15 @@ def legend(d, kinds):
     return y + 18
 
 
-def svg(name, parts, height):
-    """Return an SVG of width 830 on a background. All ids in it begin with its name."""
+def svg(name, parts, height, scale=1):
+    """Return an SVG on a background, of width 830 * scale. All ids in it begin with its name."""
     clips = "".join(tag("clipPath", "", tag("path", "", d=squares(ids, kind != "all")), id=kind)
                     for kind, ids in PATCHES.items())
     body = [MARKS, clips, tag("rect", "back", width="100%", height="100%", rx=6), *parts]
     text = tag("svg", "", "\n".join(body), xmlns="http://www.w3.org/2000/svg", font_size=12,
                font_family="-apple-system, 'Segoe UI', Arial, sans-serif", text_anchor="middle",
-               stroke_width=1.3, viewBox=f"0 0 830 {height}", width=830, height=height)
+               stroke_width=1.3, viewBox=f"0 0 830 {height}", width=830 * scale,
+               height=height * scale)
     return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", text) + "\n"
 
 
@@ -417,7 +418,7 @@ def move(y, parts):
 def draw(picture):
     """Return the SVG of a method, by its name, or of "all" without the names of the code."""
     detail = picture != "all"
-    top, above = (30, 36) if detail else (0, 43)
+    top, above = (30, 36) if detail else (0, 45)
     d, columns, key, y = Drawing(detail), Drawing(detail), Drawing(detail), top + 28
     for name in [picture] if detail else METHODS:
         method = Drawing(detail)
@@ -443,7 +444,7 @@ def draw(picture):
         d.add("text", "soft", f"B images of H * W pixels, C channels. {letters}.", x=12, y=y + 20,
               text_anchor="start")
         parts, y = [*columns.parts, *d.parts, *move(y + 28, key.parts)], y + 28
-    return svg(picture, parts, y + size)
+    return svg(picture, parts, y + size, 1.5 if detail else 1)         # large on a tour's page
 
 
 if __name__ == "__main__":
