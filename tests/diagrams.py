@@ -107,6 +107,7 @@ class Drawing:
             for j, letter in enumerate(column[::-1]):
                 self.add("use", letter, href=f"#{letter}", x=x + 16 * i,
                          y=y + 4.5 * len(columns[0]) - 8 - 9 * j)
+                self.used.add(letter.lower())              # the legend shows c for C
         self.parts += ["</g>"] * turn
 
     def blocks(self, x, n, y=MID, height=SIDE, cls="block"):
