@@ -32,13 +32,18 @@ import torchvision
 import train
 from tests import diagrams
 from tests.trace import flatten, statements, tensors, trace
-from train import LAYOUT, METHODS, center_crop, load_model, read_image
+from train import METHODS, center_crop, load_model, read_image
 from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = [ROOT / f"tests/models/images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
 VIT = str(ROOT / "vit.py")
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
+
+
+def skipped(model):
+    """Return the number of masked patches that CrossMAE does not predict; 0 in other methods."""
+    return getattr(model, "skipped", getattr(model, "unpredicted", 0))
 
 
 def letters(model):
@@ -52,8 +57,8 @@ def letters(model):
         sizes.update(K=K, M=h * w - K)
     if hasattr(model, "decoder_pos_embed"):
         sizes.update(E=model.decoder_pos_embed.shape[2])
-    if hasattr(model, "unpredicted"):                      # CrossMAE
-        sizes.update(P=sizes["M"] - model.unpredicted)
+    if hasattr(model, "map_weights"):                      # CrossMAE
+        sizes.update(P=sizes["M"] - skipped(model))
     if hasattr(model, "map_ids"):
         sizes.update(n=len(model.map_ids))
     if hasattr(model, "weight_tokens"):                    # HyperMAE
@@ -448,8 +453,8 @@ def strip_of(model, inputs, calls):
     shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
     for name, x in decoded.items():
         shown[f"{name}predicted; visible patches copied"] = encoder.copy_visible(x, seen, mask)
-    if getattr(model, "unpredicted", 0):                   # CrossMAE
-        ids = ids_mask[:, model.unpredicted:]
+    if skipped(model):
+        ids = ids_mask[:, skipped(model):]
         mask = torch.zeros_like(mask).scatter(1, ids, 1)
         shown[f"in the loss: {ids.shape[1]} of {ids_mask.shape[1]} masked patches"] = image.where(
             encoder.pixels_of(mask) > 0, torch.nan)
@@ -484,7 +489,7 @@ def tour_method(args):
         model = cls(**{**TINY, "in_chans": len(cls.mean), **getattr(cls, "low_res_config", {})})
     require(type(model) is cls, f"{path} is not of method {args.method}")
     if not args.checkpoint and args.method == "crossmae":  # show that patches can be left out
-        model.unpredicted = model.encoder.num_patches // 2
+        model.skipped = model.unpredicted = model.encoder.num_patches // 2
         more = ("Here, prediction_ratio is 0.25. This model was trained with 0.75, i.e. on all "
                 "masked patches, but its weights fit any ratio. ")
     (H, W), C = model.encoder.img_size, model.encoder.in_chans
@@ -557,7 +562,8 @@ def tour_train(args):
 
 def main(argv=None):
     """Run `python -m tests.tour` with the arguments `argv`."""
-    parser = argparse.ArgumentParser("tour", description=__doc__, **LAYOUT)
+    parser = argparse.ArgumentParser("tour", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train (which takes only --out)")
@@ -565,7 +571,6 @@ def main(argv=None):
     option("--image", metavar="FILE", nargs="+", default=[],
            help="image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
-    option("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
     out = Path(args.out or f"tour_{args.method}.html")
     try:
