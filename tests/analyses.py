@@ -94,46 +94,46 @@ def contributions(model, images, noise):
 
 def draw_contributions(model, images):
     """Draw the contributions to a CrossMAE's predictions (Appendix D), for images (B,C,H,W):
-    {name: (caption, images (B,3+decoder depth,C,H,W))}."""
+    {name: (caption, columns {title: images (B,C,H,W)})}."""
     parts, ids_keep, ids_mask = contributions(model, images, model.encoder.fixed_noise(images))
     if model.norm_pix_loss:
         _, mean, std = normalize_patches(model.encoder.targets(images, ids_mask))
         parts = parts * std                                # the true patches' std
         parts[0] += mean                                   # the true patches' mean, added only once
     paste, grey = model.encoder.paste_patches, torch.zeros_like(images)      # 0: the mean colour
-    cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
-    for part in parts:
-        cells.append(paste(grey, part, ids_mask, ids_keep))
-    cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
-    return {"contributions": (
-        "visible patches; contributions of mask token and position, then of each decoder block; "
-        "their sum", torch.stack(cells, dim=1))}
+    columns = {"visible patches": paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep),
+               "mask token\nand position": paste(grey, parts[0], ids_mask, ids_keep)}
+    for i, part in enumerate(parts[1:]):
+        columns[f"decoder block {i}"] = paste(grey, part, ids_mask, ids_keep)
+    columns["sum"] = paste(images, parts.sum(0), ids_mask, ids_keep)
+    return {"contributions": ("what each part adds to the prediction", columns)}
 
 
 def draw_map_weights(model):
-    """Draw a CrossMAE's mixing weights (Figure 5c), a pixel each: {name: (caption, images
-    (1,1,C,decoder depth,n))}. Returns {} if the model mixes no maps."""
+    """Draw a CrossMAE's mixing weights (Figure 5c), a pixel each: {name: (caption, columns {title:
+    images (1,C,decoder depth,n)})}. Returns {} if the model mixes no maps."""
     if not model.inter_block:
         return {}
     w = model.map_weights()                                            # (decoder depth, n)
     values = (127.5 + 127.5 * w / w.abs().max()).expand(1, len(model.mean), -1, -1)
     return {"map_weights": (
         "mixing weights, one row per decoder block and one column per feature map; grey is 0, "
-        "darker is negative", normalize(values, model)[None])}
+        "darker is negative", {"mixing weights": normalize(values, model)})}
 
 
 # --------------------------------------------------------------------------------------------- MINR
 def draw_rendered(model, images):
-    """Let a MINR render masked images (B,C,H,W) at four times their size: {name: (caption, images
-    (B,2,C,4H,4W))}."""
+    """Let a MINR render masked images (B,C,H,W) at four times their size: {name: (caption, columns
+    {title: images (B,C,4H,4W)})}."""
     H, W = model.encoder.img_size
     noise = model.encoder.fixed_noise(images)
     native = model.render(images, (H, W), noise)                       # (B, C, H, W)
     large = model.render(images, (4 * H, 4 * W), noise)                # (B, C, 4H, 4W)
     upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")   # (B, C, 4H, 4W)
     return {"rendered": (
-        "rendered at 4x the model's size (training with --coord_jitter avoids a grid); rendered at "
-        "the model's size, then upscaled bicubically", torch.stack([large, upscaled], dim=1))}
+        "4x: rendered at four times the model's size (training with --coord_jitter avoids a grid); "
+        "1x: rendered at the model's size, then upscaled bicubically",
+        {"rendered at 4x": large, "rendered at 1x,\nupscaled": upscaled})}
 
 
 # -------------------------------------------------------------------------------------------- i-MAE
@@ -143,22 +143,27 @@ def same_noise(model, images):
 
 
 def draw_unmixed(model, images):
-    """Let an i-MAE separate mixtures of the first two images (B,C,H,W), drawn in the columns of
-    i-MAE Figures 6 and 7: {name: (caption, images (len(ALPHAS),6,C,H,W))}. Returns {} if B is 1.
-    The mixture's visible patches are pasted in; the release pastes in those of x_1."""
+    """Let an i-MAE separate mixtures of the first two images (B,C,H,W), as in i-MAE Figures 6 and
+    7, for four weights of the subordinate image: {name: (caption, columns {title: images
+    (4,C,H,W)})}. Returns {} if B is 1. Nothing is copied into the predictions."""
     if len(images) < 2:
         return {}
-    x_1, x_2, rows = images[:1], images[1:2], []
-    for alpha in ALPHAS:
-        decoded, mask = model.unmix(x_1, x_2, alpha, same_noise(model, x_1))
+    x_1, x_2, columns = images[:1], images[1:2], defaultdict(list)
+    noise = same_noise(model, x_1)
+    for alpha in ALPHAS[1::2]:                             # 0.1, 0.2, 0.3, 0.4
+        decoded, mask = model.unmix(x_1, x_2, alpha, noise)
         mix, _ = model.mix_images(x_1, x_2, alpha)
-        masked = mix * (1 - model.encoder.pixels_of(mask))
-        pasted = model.encoder.copy_visible(decoded[0], mix, mask)
-        rows.append(torch.cat([mix, masked, decoded[0], pasted, x_1, x_2]))
+        columns["mixture"].append(mix)
+        columns["masked"].append(mix * (1 - model.encoder.pixels_of(mask)))
+        for name, prediction in zip(("subordinate", "dominant"), decoded):
+            columns[f"{name},\npredicted"].append(prediction)
+    columns["subordinate"], columns["dominant"] = 4 * [x_1], 4 * [x_2]
+    columns = {title: torch.cat(rows) for title, rows in columns.items()}      # (4, C, H, W) each
+    own, other = ((columns["subordinate,\npredicted"] - x).square().sum((1, 2, 3))
+                  for x in (x_1, x_2))                     # (4,) each
     return {"unmix": (
-        "one row per weight of the subordinate image, 0.05 to 0.45: mixture, masked mixture, "
-        "predicted subordinate image, the same with the mixture's visible patches pasted in, true "
-        "subordinate image, true dominant image", torch.stack(rows))}
+        f"a row for each weight of the subordinate image: 0.1, 0.2, 0.3, 0.4. Its prediction is "
+        f"nearer to it than to the dominant image in {(own < other).sum()} of 4 rows", columns)}
 
 
 def latents(model, images, alpha, names):
@@ -245,7 +250,7 @@ def separability(model, train, val):
 @torch.no_grad()
 def analyse(model, train, val):
     """Return what the papers measure of a model on normalised images (N,C,H,W): tables {title:
-    rows} and pictures {name: (caption, images (rows,columns,C,H,W))}."""
+    rows} and pictures {name: (caption, columns {title: images (rows,C,H,W)})}."""
     if isinstance(model, MAE):
         return decoder_attention(model, val), {}
     if isinstance(model, CrossMAE):
@@ -274,9 +279,9 @@ def analyse_file(path, args):
     tables, pictures = analyse(model, images_of(train) if only_pairs else None, images_of(val))
     for title, rows in tables.items():
         print(f"{path}, {data}: {title}", as_table(rows), sep="\n")
-    for name, (caption, cells) in pictures.items():
+    for name, (caption, columns) in pictures.items():
         picture = path.with_name(f"{name}.png")
-        save_picture(denormalize(cells, model).unbind(1), picture)
+        save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
         print(f"see     {picture}: {caption}")
     if not tables and not pictures:
         print(f"note    nothing to measure for {path}, a {type(model).__name__}")

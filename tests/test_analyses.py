@@ -1,8 +1,6 @@
 """What the papers measure of trained models: tables equal those computed by hand, and pictures show
 what their captions say."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from torch import nn
 
 import train
 from tests import analyses
-from tests.analyses import (ALPHAS, contributions, decoder_attention, draw_contributions,
+from tests.analyses import (contributions, decoder_attention, draw_contributions,
                             draw_map_weights, draw_rendered, draw_unmixed, latents, main, ridge_r2,
                             same_noise, separability, subordinate_psnr)
 from tests.conftest import settings
@@ -32,31 +30,31 @@ def test_contributions_add_up(options):
     whole = model.decode(model.encode(images, ids_keep), ids_mask)
     assert torch.allclose(parts.sum(0), whole, atol=1e-5)
     assert all(part.abs().mean() > 1e-4 for part in parts)
-    cells = draw_contributions(model, images)["contributions"][1]
-    assert cells.shape == (3, 2 + len(parts), 3, 16, 24)
+    first, *cells, last = draw_contributions(model, images)["contributions"][1].values()
     noise = model.encoder.fixed_noise(images)
     decoded, mask = model.reconstruct(images, noise)
     visible = (model.encoder.pixels_of(mask) == 0).expand_as(images)
-    assert torch.equal(cells[:, 0], images * visible)      # grey is 0
+    assert torch.equal(first, images * visible)            # grey is 0
     parts, _, ids = contributions(model, images, noise)
     _, mean, std = normalize_patches(model.encoder.targets(images, ids))
     if not model.norm_pix_loss:
         mean, std = 0, 1
-    for j, cell in enumerate(cells[:, 1:-1].unbind(1)):    # the mean is added once
+    assert len(cells) == len(parts)
+    for j, cell in enumerate(cells):                       # the mean is added once
         wanted = parts[j] * std + (j == 0) * mean
         assert torch.allclose(model.encoder.targets(cell, ids), wanted, atol=1e-5)
         assert not cell[visible].any()                     # only masked patches are shown
     wanted = model.encoder.copy_visible(decoded, images, mask)
-    assert torch.allclose(cells[:, -1], wanted, atol=1e-4)
+    assert torch.allclose(last, wanted, atol=1e-4)
 
 
 def test_figure_of_the_mixing_weights():
     """Rows are decoder blocks, columns are maps, and grey is 0 (Figure 5c)."""
     model = build("crossmae", decoder_depth=4)
-    cells, W = draw_map_weights(model)["map_weights"][1], model.map_weights()
-    assert cells.shape == (1, 1, 3, 4, 3)
+    (cells,), W = draw_map_weights(model)["map_weights"][1].values(), model.map_weights()
+    assert cells.shape == (1, 3, 4, 3)
     wanted = (0.5 + 0.5 * W / W.abs().max()).expand(3, -1, -1)
-    assert torch.allclose(denormalize(cells[0], model)[0], wanted, atol=1e-6)
+    assert torch.allclose(denormalize(cells, model)[0], wanted, atol=1e-6)
     assert draw_map_weights(build("crossmae", feature_maps="last")) == {}
 
 
@@ -92,12 +90,11 @@ def test_decoder_attention():
 def test_rendered():
     """The picture shows images at four times the size, beside bicubically upscaled ones."""
     model, (images, _) = build("minr"), images_and_noise()
-    _, rendered = draw_rendered(model, images)["rendered"]
-    assert rendered.shape == (3, 2, 3, 64, 96)
+    large, upscaled = draw_rendered(model, images)["rendered"][1].values()
     noise = model.encoder.fixed_noise(images)
-    assert torch.allclose(rendered[:, 0], model.render(images, (64, 96), noise), atol=1e-6)
-    upscaled = F.interpolate(model.render(images, (16, 24), noise), (64, 96), mode="bicubic")
-    assert torch.allclose(rendered[:, 1], upscaled, atol=1e-6)
+    assert torch.allclose(large, model.render(images, (64, 96), noise), atol=1e-6)
+    wanted = F.interpolate(model.render(images, (16, 24), noise), (64, 96), mode="bicubic")
+    assert torch.allclose(upscaled, wanted, atol=1e-6)
 
 
 def test_ridge_r2():
@@ -125,7 +122,7 @@ def test_separability(branches, teacher, spy):
     ((title, rows),), names = measured.items(), ("subordinate", "dominant")[:branches]
     assert title.startswith("10 mixtures") and ("fitted on 8 training" in title) == bool(teacher)
     names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
-    assert [row["alpha"] for row in rows] == [*ALPHAS] == [i / 20 for i in range(1, 10)]
+    assert [row["alpha"] for row in rows] == [i / 20 for i in range(1, 10)]
     assert all([*row] == ["alpha", "psnr", *(names if teacher else [])] for row in rows)
     assert sizes == ([[8, 8, 10, 10]] * 9 * len(names) if teacher else [])
     assert separability(model, images[:8], images[8:17]) == {}
@@ -168,18 +165,24 @@ def test_latents_of_many_images():
 
 
 def test_unmixed():
-    """Each alpha has a row: mixture, masked, predicted, visible patches copied in, two targets."""
+    """Each of four weights has a row, with both predictions and both images. The caption counts the
+    rows in which the subordinate prediction is nearer to its image."""
     model, (images, _) = build("imae"), images_and_noise()
-    _, rows = draw_unmixed(model, images[:2])["unmix"]
-    assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
-    for row, alpha in zip(rows, ALPHAS):
-        assert torch.allclose(row[0], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
-        assert torch.equal(row[4], images[0]) and torch.equal(row[5], images[1])
-        (decoded, _), _ = model.unmix(images[:1], images[1:2], alpha, same_noise(model, images[:1]))
-        assert torch.allclose(row[2], decoded[0], atol=1e-6)
-        masked = row[1] == 0
-        assert masked.float().mean() == 0.75 and torch.equal(row[1][~masked], row[0][~masked])
-        assert torch.equal(row[3], torch.where(masked, row[2], row[0]))
+    caption, columns = draw_unmixed(model, images[:2])["unmix"]
+    mixture, masked, *predicted, x_1, x_2 = columns.values()
+    noise, nearer = same_noise(model, images[:1]), 0
+    for i, alpha in enumerate((0.1, 0.2, 0.3, 0.4)):
+        assert torch.allclose(mixture[i], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
+        assert torch.equal(x_1[i], images[0]) and torch.equal(x_2[i], images[1])
+        decoded, _ = model.unmix(images[:1], images[1:2], alpha, noise)
+        for column, prediction in zip(predicted, decoded):
+            assert torch.allclose(column[i], prediction[0], atol=1e-6)
+        is_masked = masked[i] == 0
+        assert is_masked.float().mean() == 0.75
+        assert torch.equal(masked[i][~is_masked], mixture[i][~is_masked])
+        errors = [(decoded[0] - x).square().mean() for x in (images[0], images[1])]
+        nearer += errors[0] < errors[1]
+    assert f"in {nearer} of 4 rows" in caption
     assert draw_unmixed(model, images[:1]) == {}
 
 
