@@ -9,7 +9,7 @@ Each step is seeded from (seed, epoch, step). Each process draws random numbers 
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
 (seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS. "Forks" in tests/REFERENCE.md lists what it must have.
+A method is a class like those in METHODS. tests/FORKS.md lists what it must have.
 """
 
 import argparse
@@ -432,14 +432,15 @@ def compare(args):
 
 def save_picture(columns, path):
     """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with the titles above.
-    Enlarges small images up to 128 pixels. Shows the first three channels, or only the first."""
+    Enlarges small images up to 96 pixels. Shows the first three channels, or only the first."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
-    size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
+    size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
     cells = torch.stack([F.interpolate(x, size) for x in images], dim=1).flatten(0, 1)
     grid = torchvision.utils.make_grid(cells, nrow=len(images), pad_value=1)
     picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, 30, 0), value=1).clamp(0, 1))
     for i, title in enumerate(columns):
+        title = "\n".join(line[:size[1] // 6] for line in title.splitlines())    # 6 pixels each
         ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="black")
     picture.save(path)
 

@@ -247,6 +247,23 @@ def results(every, encoders, columns):
     return markdown(heads, rows)
 
 
+def compared(every):
+    """Return the README's table: MAE's numbers, and the others' differences from them."""
+    names = {**NAMES, "mae": "MAE itself", "crossmae": "CrossMAE, all masked patches",
+             "crossmae_25": "CrossMAE, a third of them", "ginr": "MINR"}
+    heads, rows = ["difference from MAE"], [[names[encoder]] for encoder in FIRST[2:]]
+    for numbers in every:
+        heads += [f"{numbers.size}: pixels, dB", "fine-tuned, %"]
+        for row, encoder in zip(rows, FIRST[2:]):
+            for column in (PIXELS, "100%"):
+                text = numbers.minus(encoder, "mae", column)
+                if encoder == "mae":
+                    text = numbers.cell("mae", column).split(" ")[0]
+                # MINR's features are longer, so its accuracy cannot be compared
+                row.append("" if (encoder, column) == ("ginr", "100%") else text)
+    return markdown(heads, rows)
+
+
 def tables(numbers):
     """Return three tables: results, their differences from MAE, and the differences in MORE."""
     columns, more = {PIXELS: "pixels, dB", **TOP1}, []
@@ -344,8 +361,7 @@ def write_tables(folder):
     every = [numbers for numbers in read_numbers(folder / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
     fill(folder / "RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
-    fill(folder.parent / "README.md", {"results": results(every, FIRST, {
-        PIXELS: "pixels, dB", "20-NN": "20-NN, %", "100%": "fine-tuned, %"})})
+    fill(folder.parent / "README.md", {"results": compared(every)})
     draw(pictures / "results.svg", [
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
               "20-NN accuracy, % (up is better)", [*seeds_of(numbers)], shift=i * WIDTH)
