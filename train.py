@@ -399,19 +399,15 @@ def compare(args):
         content = read_checkpoint(path)
         cls = METHODS.get(content["method"])
         if getattr(cls, "reconstruct", None) is None:
-            print(f"note    skipping {path}: {content['method']} predicts no pixels (finetune.py "
-                  f"evaluates classifiers and features)")
+            print(f"note    skipping {path}, a {content['method']}: it predicts no pixels")
             continue
         model = load_model(path).to(args.device)
-        trained_on = content["flags"].get("data", "shapes")
         sizes = f"--img_size and --patch_size {model.encoder.img_size}, {model.encoder.patch_size}"
         if first is None:                                  # all get the first one's data and size
-            first, args.data = sizes, args.data or trained_on
-            val, = open_data(args.data, model.encoder.img_size, args, parts=["val"])[:-1]
+            first, args.data = sizes, args.data or content["flags"].get("data", "shapes")
+            val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
         require(sizes == first, f"{path} was trained with {sizes}, the checkpoint before it with "
                                 f"{first}: their PSNR cannot be compared")
-        if trained_on != args.data:
-            print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         names.append(run_of(path))
         for mask in args.masks:
             for ratio in args.mask_ratios:
@@ -871,10 +867,8 @@ def initialize(model, content, path):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
-    for name in ("mean", "std"):
-        was, now = tuple(content[name]), tuple(getattr(model, name))
-        if was != now:                                     # MINR's input is not normalised
-            print(f"note    {path} was trained on images normalised with {name} {was}, not {now}")
+    if tuple(content["mean"]) != tuple(model.mean):        # MINR's input is not normalised
+        print(f"note    {path} was trained with another mean and std of images")
 
 
 def resume(saved, model, optimizer, scaler, content, args):
@@ -893,9 +887,8 @@ def resume(saved, model, optimizer, scaler, content, args):
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in saved["flags"].items():
-        if getattr(args, name, value) != value and name not in ("resume", "overwrite", "command",
-                                                                "created"):
-            print(f"note    {name} changed from {value} to {getattr(args, name)}")
+        if name not in ("resume", "overwrite", "command", "created") and vars(args)[name] != value:
+            print(f"note    {name} changed from {value} to {vars(args)[name]}")
     print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
     history = saved["history"]
     saved.clear()                                          # frees its weights
@@ -938,8 +931,7 @@ def local_part(batch, args):
 
 
 def mean_over_processes(sums, n, args):
-    """Return {name: sum / n}, with sums (numbers or 0-dim tensors) and n added up over all
-    processes."""
+    """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
     total = torch.tensor([*map(float, sums.values()), n], dtype=torch.float64)
     if args.world > 1:
         total = total.to(args.device)                      # cuda or cpu: mps has no float64
@@ -962,9 +954,7 @@ def in_range(kind, low, high=math.inf):
 
 def numbers(kind):
     """Return an argparse type that turns `0,5,11` into (0, 5, 11)."""
-    def numbers(text):                                     # argparse's errors show this name
-        return tuple(kind(part) for part in text.split(","))
-    return numbers
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 def word_or_integers(text):
@@ -983,20 +973,16 @@ fraction = in_range(float, 0, 1)
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (str, "shapes, cifar10, cifar100, a folder of images, or a .pt file of tensors; "
-                  "default: the checkpoint's, else shapes"),
+    "data": (str, "shapes, cifar10, cifar100, a folder or a .pt file; default: the checkpoint's"),
     "eval_images": (count, "validate on at most N images; default: 1000, all in finetune.py"),
-    "workers": (in_range(int, 0), "processes that read image files; default: this process's share "
-                                  "of the CPU cores, at most 16; 0 outside Linux"),
+    "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
     "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of everything that is random"),
     "train_images": (count, "train on only N images"),
-    "img_size": (size_in_pixels, "pixels, as side or height,width; default: the checkpoint's, else "
-                                 "the images' own, at most 224"),
-    "patch_size": (size_in_pixels, "likewise; default: the checkpoint's, else 16; for images below "
-                                   "128 pixels, their side / 8, at least 4"),
+    "img_size": (size_in_pixels, "side or height,width; default: the images', at most 224"),
+    "patch_size": (size_in_pixels, "likewise; default: 16; below 128 pixels, a side / 8"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
     "depth": (count, "blocks of the encoder; default: set by --size"),
