@@ -875,10 +875,10 @@ def resume(saved, model, optimizer, scaler, content, args):
     """Load `saved`, the last.pt of this run, and return the rows of its log. Prints which flags
     have changed. Raises InputError if model, images, seed or optimizer have changed."""
     kept = ("images", "train_images", "labels", "seed", "optimizer")
-    was, now = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
+    old, new = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
                 for x, flags in ((saved, saved["flags"]), (content, vars(args))))
-    differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
-              if was.get(name) != now.get(name)]
+    differ = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
+              if old.get(name) != new.get(name)]
     require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was "
                         f"{saved['flags'].get('command')}")
     model.load_state_dict(saved["model"])
@@ -887,8 +887,9 @@ def resume(saved, model, optimizer, scaler, content, args):
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in saved["flags"].items():
-        if name not in ("resume", "overwrite", "command", "created") and vars(args)[name] != value:
-            print(f"note    {name} changed from {value} to {vars(args)[name]}")
+        now = getattr(args, name, value)
+        if now != value and name not in ("resume", "overwrite", "command", "created"):
+            print(f"note    {name} changed from {value} to {now}")
     print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
     history = saved["history"]
     saved.clear()                                          # frees its weights
