@@ -7,12 +7,14 @@ CrossMAE:  what each decoder block contributes (Figure 5, Appendix D); mixing we
 MINR:      images rendered at four times their size
 i-MAE:     how well mixtures are separated (i-MAE Figures 4-7)
 
-Pictures are written into the run's folder. HyperMAE's paper analyses no trained model.
+Pictures are written into the run's folder. HyperMAE's paper has only reconstructions, which
+train.py --eval draws.
 """
 
 import argparse
 from collections import defaultdict
 from pathlib import Path
+from textwrap import fill
 
 import torch
 import torch.nn.functional as F
@@ -278,11 +280,12 @@ def analyse_file(path, args):
     only_pairs = isinstance(model, IMAE)                   # only i-MAE needs training images
     tables, pictures = analyse(model, images_of(train) if only_pairs else None, images_of(val))
     for title, rows in tables.items():
-        print(f"{path}, {data}: {title}", as_table(rows), sep="\n")
+        print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="
+")
     for name, (caption, columns) in pictures.items():
         picture = path.with_name(f"{name}.png")
         save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
-        print(f"see     {picture}: {caption}")
+        print(fill(f"see     {picture}: {caption}", 100))
     if not tables and not pictures:
         print(f"note    nothing to measure for {path}, a {type(model).__name__}")
 

@@ -198,7 +198,7 @@ def test_command(as_file, pretrain, folder, spy, capsys, refused):
     capsys.readouterr()
     names = "mae crossmae minr hypermae imae".split()
     main(["--workers", "0", *(f"runs/{name}" + "/last.pt" * as_file for name in names)])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())       # lines are wrapped
     assert "share of visible" in said and "visible tokens; 11 images" in said
     assert "11 mixtures of two" in said and "fitted on 40 training images" in said
     assert "nothing to measure for runs/hypermae/last.pt, a HyperMAE" in said
@@ -208,5 +208,5 @@ def test_command(as_file, pretrain, folder, spy, capsys, refused):
     assert all((x == val).all((1, 2, 3)).any() for x in seen[2][1])    # MINR's are in [0, 1]
     assert len(seen[2][1]) == 11 and seen[2][0] is None and len(seen[4][0]) == 40
     main(["runs/imae", "--workers", "0", "--eval_images", "10", "--data", "shapes"])
-    assert "shapes: 10 mixtures of two" in capsys.readouterr().out
+    assert "shapes: 10 mixtures of two" in " ".join(capsys.readouterr().out.split())
     refused(lambda words: main(words), ["runs/none"], "runs/none")

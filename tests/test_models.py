@@ -29,7 +29,6 @@ def test_numbers(name, psnr, top1, top5, tmp_path, monkeypatch):
     for value in train.read_checkpoint(MODELS / f"{name}.pt")["model"].values():
         assert value.dtype == torch.float16 and value.isfinite().all()
     monkeypatch.setattr(train, "save_picture", lambda *_: None)        # writes no files
-    monkeypatch.setattr(train, "analyse", lambda *_: ({}, {}))         # takes long
     shown = ["--data", "shapes", "--eval_images", "100", "--workers", "0"]
     row, = train.main(["--eval", str(MODELS / f"{name}.pt"), "--mask_ratios", "0.75", *shown])
     assert row["psnr_masked"] == pytest.approx(float(psnr), abs=0.02)
