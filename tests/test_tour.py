@@ -331,7 +331,7 @@ def test_training_step(pages):
     """The page opens at train_step. After the step, the loss of the same batch is lower."""
     reader = Reader(pages["train"])
     order = [x for x in re.findall(r"def (\w+)", reader.text) if x.startswith("train")]
-    assert order == ["train_step", "train_epoch"]
+    assert order == ["train_step", "train_epoch"] and "attention of the blue" in reader.text
     assert reader.text.count("norms of gradients: mask_token ") == 1
     after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", reader.text)
     lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
@@ -496,7 +496,7 @@ def test_screenshots():
         sed 's/<details open>/<details>/g
              s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
             tour_mae.html > rows.html
-        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,486 \
+        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
             --screenshot=.github/tour.png "file://$PWD/rows.html"
 
     With --blink-settings=preferredColorScheme=0, the page is dark: .github/tour_dark.png.

@@ -560,6 +560,7 @@ def tour_train(args):
     more = ("<details><summary>▸ train_epoch: reads batches, sets the learning rate, and calls "
             f"train_step</summary>{section(epoch, model)}</details>")
     about = f"Options: {' '.join(words[:-1])}."
+    list(draw_attention(call, model.encoder))              # gives steps their pictures
     known = explained({"B": 8, **letters(model)}, [sys.modules["mae"].__doc__])
     return train.__doc__, about, known, "", call, model, more
 
