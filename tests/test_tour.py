@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torchvision
+from torchvision.io import decode_image
 
 import finetune
 import train
@@ -26,6 +28,7 @@ from minr import MINR
 from tests import analyses, tour
 from tests.conftest import ROOT, settings
 from tests.tour import TINY, flatten, letters, main, trace
+from tests.trace import learned
 from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
 
@@ -327,7 +330,7 @@ def test_training_step(pages):
     """The page opens at train_step. After the step, the loss of the same batch is lower."""
     reader = Reader(pages["train"])
     order = [x for x in re.findall(r"def (\w+)", reader.text) if x.startswith("train")]
-    assert order == ["train_step", "train_epoch"]
+    assert order == ["train_step", "train_epoch"] and "attention of the blue" in reader.text
     assert reader.text.count("norms of gradients: mask_token ") == 1
     after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", reader.text)
     lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
@@ -374,8 +377,22 @@ def test_pictures():
     assert (shown[0][:, ~masked] == tour.GREY).all() and shown[1].shape == (3, 60, 101)
     assert len(shown) == 2 and ">-7.00</td>" in tour.picture(
         "", torch.full((3, 4), -7.0), "", {}, model)
-    assert tour.png(images[0, :1], 32) == tour.png(images[0, :1].expand(3, -1, -1), 32)
+    assert tour.png(images[0, :2], 32) == tour.png(images[0, :1].expand(3, -1, -1), 32)
     assert tour.png(torch.cat([images[0], images[0]]), 32) == tour.png(images[0], 32)
+
+
+def test_norms():
+    """The page of a training step shows the norms of a part's gradients and of its change."""
+    torch.manual_seed(0)
+    model, weights, norms = MAE(**TINY, **MAE.low_res_config), {}, []
+    model(torch.rand(1, 3, 32, 48))[0].backward()
+    for code, name in ("loss.backward()", "gradients"), ("optimizer.step()", "changes"):
+        text = learned(code, dict(loss=0, net=model), weights)
+        norms.append(float(re.match(f"norms of {name}: .*encoder ([\\d.e-]+)", text)[1]))
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    whole = torch.cat([p.grad.flatten() for p in model.encoder.parameters() if p.requires_grad])
+    assert norms == pytest.approx([whole.norm().item(), whole.norm().item() / 2], 0.06)
+    assert learned("x = model(y)", dict(net=model), weights) == ""
 
 
 def test_comments():
@@ -408,7 +425,9 @@ class Flipped(MAE):
         # a comment (Sec. 3.2)
         # in two lines
         views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
-        return super().forward(images, noise)
+        result = super().forward(images, noise)
+        self.encoder(views)
+        return result
 
     def decode(self, latent, ids_keep, ids_mask, P):
         x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
@@ -428,11 +447,14 @@ def test_own_method(tmp_path, monkeypatch):
     main(["flipped", "--out", str(out)])
     reader = Reader(out.read_text())
     assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in reader.text
-    assert reader.rows["flipped.py", 25].strip() == "(B, 1+K, D) (1, 25, 80)"
+    assert reader.rows["flipped.py", 27].strip() == "(B, 1+K, D) (1, 25, 80)"
     assert '<i> "other" & way' in reader.text and "mae.py, MAE.decode" in reader.text
     assert "<svg" not in out.read_text()                   # MAE's diagram would be wrong
     assert "views (1, 1, 32, 48)" in reader.text and "its second view" in reader.text
     assert "a comment (Sec. 3.2) in two lines<br>eq. 1" in out.read_text()
+    figure = re.search('"encode, last block.*?base64,(.*?)"', out.read_text())[1]     # not of views
+    assert (decode_image(torch.frombuffer(bytearray(b64decode(figure)), dtype=torch.uint8)) == 204
+            ).all(0).float().mean() == 0.75                # grey
     assert "normalised (here: not)" in reader.text and "norm_pix_loss = False" in reader.text
     assert [(reference, code) for reference, _, _, code in tour.paper_order(cls)] == [
         ("Sec. 3.2", "views = views + 0"), ("Appendix A.1", "Flipped.forward"),
@@ -473,7 +495,7 @@ def test_screenshots():
         sed 's/<details open>/<details>/g
              s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
             tour_mae.html > rows.html
-        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,486 \
+        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
             --screenshot=.github/tour.png "file://$PWD/rows.html"
 
     With --blink-settings=preferredColorScheme=0, the page is dark: .github/tour_dark.png.

@@ -8,6 +8,8 @@ The page, tour_METHOD.html, shows the code that ran: docstrings and comments are
 and pictures of what each line made on the right. Click a line with a triangle to open the functions
 it calls. A table leads from the paper's sections and equations to the lines. Lines are found by
 tracing, so your own method needs nothing in this file. No page needs a network or JavaScript.
+
+tests/test_tour.py (test_screenshots) says how the README's screenshots are made.
 """
 
 import argparse
@@ -99,7 +101,7 @@ GREY = 0.8                                                 # where a picture has
 def png(x, height, text=""):
     """Return an image (C,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption. Of
     three or more channels, the first three are shown; otherwise the first, in grey."""
-    x = x[:3] if len(x) >= 3 else x[:1].expand(3, -1, -1)
+    x = x[:3] if len(x) >= 3 else x[:1]
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
     file = BytesIO()
@@ -163,7 +165,7 @@ def attention(call, names, given, encoder):
 
 def draw_attention(call, encoder, names=None, given=None, path=()):
     """Give each step that computes attention a picture, `drawn`, and yield the names of the
-    functions that lead to it with the picture."""
+    functions that lead to it with the picture. super().forward() is not named."""
     names, given = {**(names or {}), **call.inputs}, {**(given or {}), **call.inputs}
     for step in call.steps:
         known = {**names, **step.names}
@@ -171,7 +173,9 @@ def draw_attention(call, encoder, names=None, given=None, path=()):
             step.drawn = attention(call, known, given, encoder)
             yield path, step.drawn
         for inner in step.calls:
-            yield from draw_attention(inner, encoder, known, given, (*path, inner.function))
+            is_super = inner.function == "forward" and inner.inputs.get("self") is names.get("self")
+            more = () if is_super else (inner.function,)
+            yield from draw_attention(inner, encoder, known, given, (*path, *more))
 
 
 def picture(name, x, letters, names, model, text=""):
@@ -556,6 +560,7 @@ def tour_train(args):
     more = ("<details><summary>▸ train_epoch: reads batches, sets the learning rate, and calls "
             f"train_step</summary>{section(epoch, model)}</details>")
     about = f"Options: {' '.join(words[:-1])}."
+    list(draw_attention(call, model.encoder))              # gives steps their pictures
     known = explained({"B": 8, **letters(model)}, [sys.modules["mae"].__doc__])
     return train.__doc__, about, known, "", call, model, more
 
