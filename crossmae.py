@@ -1,13 +1,15 @@
-"""CrossMAE: each masked patch is decoded independently, so training needs to decode only some.
+"""CrossMAE: each masked patch is decoded on its own, from the encoder's tokens alone.
+
+In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
+Here they are decoded by cross-attention: each mask token is a query that attends only to encoder
+tokens, so no prediction depends on the others. This allows partial reconstruction: the loss can use
+a random subset of the masked patches (`prediction_ratio`), and the rest cost nothing. With
+inter-block attention, each decoder block attends to its own learned mix of feature maps: the
+encoder's tokens before its first block and after each block. The loss is the mean squared error
+over the pixels of the predicted patches, by default normalised.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
-
-In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
-Here each mask token is a query that attends only to encoder tokens, so no prediction depends on the
-others. The loss can use a random subset of the masked patches (`prediction_ratio`), and the rest
-cost nothing. Feature maps are the encoder's tokens before its first block and after each block;
-each decoder block attends to its own learned mix of them.
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
     side, n feature maps f_1 ... f_n; w (decoder depth,n): their weights in the mixes t_1, t_2, ...
@@ -19,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, normalize,
-                 normalize_patches, require, sincos_pos_embed, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, require,
+                 sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
@@ -99,6 +101,7 @@ class CrossMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
+    lr_scale, pairs = 1.0, False                           # see mae.py; __init__ sets lr_scale
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
@@ -111,15 +114,14 @@ class CrossMAE(nn.Module):
         self.mask_ratio, self.norm_pix_loss = mask_ratio, norm_pix_loss
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
-        # the number of masked patches that are not predicted (Sec. 3.3; item 2)
-        self.unpredicted = int(L * (mask_ratio - prediction_ratio))
+        self.skipped = int(L * (mask_ratio - prediction_ratio))        # not predicted: item 2
         require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
                                                 f"most mask_ratio {mask_ratio}: set both")
-        require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.unpredicted < L,
+        require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.skipped < L,
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # A.6: lr = gamma base_lr batchsize / (256 p), gamma: prediction ratio, p: mask ratio
+        # A.6: lr = base_lr * batchsize / 256 * prediction ratio / mask ratio
         self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3
         p, q = self.encoder.patch_size
 
@@ -132,12 +134,7 @@ class CrossMAE(nn.Module):
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, p * q * in_chans)
         if self.inter_block:
-            blocks = range(depth) if feature_maps == "all" else feature_maps
-            require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
-                    f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
-                    f"{depth - 1} that includes {depth - 1}")
-            # indices into ViT.feature_maps's list, which starts with the input (Sec. 3.4, A.5)
-            self.map_ids = ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
+            self.map_ids = choose_maps(feature_maps, include_input, depth)
             n = len(self.map_ids)
             self.map_proj = nn.ModuleList()                # empty except in an ablation (Table 9)
             if project_maps:
@@ -146,11 +143,11 @@ class CrossMAE(nn.Module):
                 nn.LayerNorm(dim, eps=1e-6) for _ in range(decoder_depth))
             # weights of feature maps, named as in the release
             self.wfm = nn.ModuleDict({"linear": nn.Linear(n, decoder_depth, bias=False)})
-        require(self.inter_block or not (softmax_weights or project_maps),
-                "feature_maps last mixes nothing: leave out softmax_weights and project_maps")
         init_weights(self)
         if self.inter_block:
             nn.init.normal_(self.wfm["linear"].weight, std=n ** -0.5)  # w ~ N(0, 1/n), item 1
+        require(self.inter_block or not (softmax_weights or project_maps),
+                "feature_maps last mixes nothing: leave out softmax_weights and project_maps")
 
     def map_weights(self):
         """Return the mixing weights w_j^k (decoder depth,n), one row per decoder block."""
@@ -188,10 +185,10 @@ class CrossMAE(nn.Module):
         metrics is {"loss": the detached loss}. With the default noise and no self_attention, it is
         an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = ids_mask[:, self.unpredicted:]                           # (B, P) Sec. 3.3, item 3
+        ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C)
-        loss = (pred.float() - target).square().mean()                 # scalar, Sec. 3.3
+        loss = (pred - target).square().mean()                         # scalar, Sec. 3.3
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
@@ -211,92 +208,15 @@ class CrossMAE(nn.Module):
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
-    # ----------------------------------------------------------------- what the paper analyses
-    def contributions(self, images, noise):
-        """Split the predictions for all masked patches into a sum of contributions, as in Appendix
-        D (item 11): (1+decoder depth,B,M,p*p*C). The first comes from mask token, position and the
-        biases of norm and head, the others from the decoder blocks. Also returns ids_keep and
-        ids_mask. Here f_i is the output of decoder block i, not a feature map."""
-        ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        x = self.mask_token + self.decoder_pos_embed[0, 1:][ids_mask]  # (B, M, E) f_0
-        parts = [x]                                                    # first f_0, then each g_i
-        for block, y in zip(self.decoder_blocks, self.encode(images, ids_keep)):
-            output = block(x, y)                                       # (B, M, E) f_i from f_{i-1}
-            parts.append(output - x)                                   # g_i = f_i - f_{i-1}
-            x = output
-        norm, head = self.decoder_norm, self.decoder_pred              # together h in Appendix D
-        std = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()  # (B, M, 1) item 11
-        parts = torch.stack(parts)                         # (1+decoder depth, B, M, E)
-        parts = (parts - parts.mean(-1, keepdim=True)) / std * norm.weight
-        parts = parts @ head.weight.T                      # (1+decoder depth, B, M, p*p*C) h(g_i)
-        parts[0] += head(norm.bias)                                    # adds both biases, once
-        return parts, ids_keep, ids_mask
-
-    @torch.no_grad()
-    def figures(self, images):
-        """Return what train.py --eval draws, {name: (caption, images (rows,columns,C,H,W))}: the
-        contributions of Appendix D, and the mixing weights of Figure 5c."""
-        noise = self.encoder.fixed_noise(images)
-        parts, ids_keep, ids_mask = self.contributions(images, noise)
-        if self.norm_pix_loss:
-            _, mean, std = normalize_patches(self.encoder.targets(images, ids_mask))
-            parts = parts * std                            # the true patches' std
-            parts[0] += mean                               # the true patches' mean, added only once
-        paste, grey = self.encoder.paste_patches, torch.zeros_like(images)   # 0: the mean colour
-        cells = [paste(images, torch.zeros_like(parts[0]), ids_mask, ids_keep)]
-        for part in parts:
-            cells.append(paste(grey, part, ids_mask, ids_keep))
-        cells.append(paste(images, parts.sum(0), ids_mask, ids_keep))
-        figures = {"contributions": (
-            "visible patches; contributions of mask token and position, then of each decoder "
-            "block; their sum", torch.stack(cells, dim=1))}       # (B, 3+decoder depth, C, H, W)
-        if self.inter_block:
-            w = self.map_weights()                                     # (decoder depth, n)
-            values = (127.5 + 127.5 * w / w.abs().max()).expand(1, len(self.mean), -1, -1)
-            figures["map_weights"] = (
-                "mixing weights, one row per decoder block and one column per feature map; grey is "
-                "0, darker is negative",
-                normalize(values, self)[None])             # (1, 1, C, decoder depth, n)
-        return figures
-
-
-@torch.no_grad()
-def decoder_attention(mae, images):
-    """Measure what mask tokens attend to in an MAE's decoder (Table 6, the paper's starting point).
-    Images (N,C,H,W) are normalised. Returns {title: rows}, a row for each decoder block and one for
-    their sum. A row has the attention from one mask token to one visible (or class) token and to
-    one mask token, averaged over tokens and images and summed over heads. It also has the share
-    that goes to all visible tokens.
-
-    A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
-    visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
-    counts blocks from 1, this function from 0."""
-    noise = mae.encoder.fixed_noise(images)
-    seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
-    attended = 0                                           # mean over images, summed part by part
-    for part, part_noise in zip(images.split(100), noise.split(100)):
-        ids_keep, ids_mask, _ = mae.encoder.mask(part, part_noise, mae.mask_ratio)
-        # (B, 1+L, E), the mask tokens last
-        x = mae.add_mask_tokens(mae.encode(part, ids_keep), ids_keep, ids_mask)
-        to_each = []
-        for block in mae.decoder_blocks:
-            q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)   # (B, 1+L, E) each
-            q = q[:, seen:].unflatten(2, (block.attn.heads, -1))       # (B, M, heads, E/heads)
-            k = k.unflatten(2, (block.attn.heads, -1)).transpose(1, 2)  # (B, heads, 1+L, E/heads)
-            # (B, heads, M, 1+L)
-            scores = q.transpose(1, 2) @ k.transpose(2, 3) / k.shape[3] ** 0.5
-            # softmax: ViT eq. 6; mean over mask tokens and images, sum over heads: (1+L,)
-            to_each.append(scores.softmax(dim=-1).mean(2).sum((0, 1)) / len(images))
-            x = block(x)                                               # (B, 1+L, E)
-        attended = attended + torch.stack(to_each)                     # (decoder depth, 1+L)
-    rows = []
-    for name, tokens in [*enumerate(attended), ("sum", attended.sum(0))]:
-        rows.append({"block": name, "visible": tokens[:seen].mean().item(),
-                     "masked": tokens[seen:].mean().item(),
-                     "share of visible": (tokens[:seen].sum() / tokens.sum()).item()})
-    return {f"decoder attention from mask tokens, by block: per visible token, per mask token "
-            f"(means, summed over heads), and the share that goes to all visible tokens; "
-            f"{len(images)} images": rows}
+def choose_maps(feature_maps, include_input, depth):
+    """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
+    the output of block i. Raises InputError unless feature_maps is "all" or lists blocks from 0 to
+    depth - 1, the last one included."""
+    blocks = range(depth) if feature_maps == "all" else feature_maps
+    require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
+            f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
+            f"{depth - 1} that includes {depth - 1}")
+    return ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
 
 
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
@@ -304,7 +224,7 @@ def decoder_attention(mae, images):
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but then
 #      it overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
-#   2. Sec. 3.3 predicts a fraction of the patches. As in the release, int(L (mask ratio -
+#   2. In Sec. 3.3, a fraction of the patches is predicted. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others are predicted. With L = 64 and
 #      ratios 0.75 and 0.15, 10 patches are predicted, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is
@@ -324,9 +244,7 @@ def decoder_attention(mae, images):
 #      release uses decoder_dim 256 and decoder_heads 8: set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
 #      below the mask ratio, more queries then attend to one another than in training.
-#  11. Appendix D treats the norm before the head as linear. It is linear once its std is fixed:
-#      `contributions` fixes it to the std of the last block's output.
-#  12. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
+#  11. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
 #      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must mean 75%
 #      of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
 #      inter-block attention, but repeat the numbers of Table 4's CrossMAE.

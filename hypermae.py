@@ -1,12 +1,13 @@
-"""HyperMAE: a ViT predicts one layer of a small MLP from patch coordinates to pixels.
+"""HyperMAE: a ViT predicts one layer of a small MLP that maps a patch's coordinates to its pixels.
 
-Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training.
-Release: https://github.com/cvlab-stonybrook/HyperMAE
+The MLP is called PaCo-MLP (patch-coordinate MLP). One of its layers, the matrix M, is different for
+each image; all images share the other layers. ViT blocks called Feat2W read the encoded visible
+patches and a few learned weight tokens, and turn the weight tokens into M. There are no mask
+tokens: a masked patch costs one pass through the MLP. The loss is the mean squared error over the
+pixels of the masked patches, by default normalised.
 
-Some ViT blocks (Feat2W) read the encoded visible patches and a few learned weight tokens. Their
-outputs at the weight tokens become a matrix M, one layer of an MLP (PaCo-MLP) that maps the
-coordinates of a patch to its pixels. M differs between images; all images share the other layers.
-There are no mask tokens: a masked patch costs one pass through a small MLP.
+Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training
+(SSL workshop at NeurIPS 2023). Release: https://github.com/cvlab-stonybrook/HyperMAE
 
     B images, L patches, K visible, L-K masked, P predicted, p patch side, D encoder width, h width
     of the PaCo-MLP, n weight tokens. T (h,n), a learned matrix, mixes them into the rows of M
@@ -72,7 +73,7 @@ class HyperMAE(nn.Module):
     low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale = 1.0                                         # see mae.py
+    lr_scale, pairs = 1.0, False                           # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,
@@ -118,12 +119,12 @@ class HyperMAE(nn.Module):
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
             x = block(x)                                   # (B, 1+K, D) F^12 if no block is shared
-        W = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
-        x = torch.cat([x, W], dim=1)                                   # (B, 1+K+n, D) order: item 4
+        w = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
+        x = torch.cat([x, w], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
-        W = x[:, -n:]                                                  # (B, n, D) W^4
-        return self.T @ self.proj(W)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
+        w = x[:, -n:]                                                  # (B, n, D) W^4
+        return self.T @ self.proj(w)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):
         """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
@@ -133,15 +134,14 @@ class HyperMAE(nn.Module):
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
-        layers.insert(self.modulated_layer, M)             # not a module; i counts it as well
+        layers.insert(self.modulated_layer, lambda z: z @ M)           # matmul(z, M)
+        no_relu = {len(layers) - 1}                        # the last layer outputs pixels
+        if not self.relu_around_m:                                     # item 1
+            no_relu |= {self.modulated_layer - 1, self.modulated_layer}
         for i, layer in enumerate(layers):
-            if i == self.modulated_layer:
-                z = z @ M                                              # (B, P, h) matmul(z, M)
-            else:
-                z = layer(z)                               # (B, P, h); the last: (B, P, p*p*C)
-            next_to_M = i in (self.modulated_layer - 1, self.modulated_layer)
-            if i < len(layers) - 1 and (self.relu_around_m or not next_to_M):
-                z = F.relu(z)
+            z = layer(z)                                   # (B, P, h); the last: (B, P, p*p*C)
+            if i not in no_relu:
+                z = F.relu(z)                                          # (B, P, h)
         return z + self.out_bias                                       # (B, P, p*p*C) item 3
 
     def forward(self, images, noise=None):
@@ -156,7 +156,7 @@ class HyperMAE(nn.Module):
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) Algorithm 1: pco
         pred = self.decode(coords, M)                                  # (B, P, p*p*C) z
         target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C) x_masked
-        loss = (pred.float() - target).square().mean()                 # MSELoss(z, x_masked)
+        loss = (pred - target).square().mean()                         # MSELoss(z, x_masked)
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
@@ -192,3 +192,4 @@ class HyperMAE(nn.Module):
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
 #   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output pixels,
 #      and the first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#   9. The release's script fine-tunes ViT-B for 100 epochs with blr 5e-4; Table 13 has 50 and 1e-3.

@@ -1,11 +1,13 @@
 """i-MAE: encode a mixture of two images, and separate it into two latents with linear layers.
 
-Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
-2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
-
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
-predicts its image. For more targets, a frozen MAE, the teacher, encodes the same patches unmixed.
+predicts its image. With distillation, a frozen MAE, the teacher, also encodes the visible patches
+of each image, unmixed. The loss adds two mean squared errors for each image: that of its masked
+patches, and that between its latent and the teacher's.
+
+Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
+2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
@@ -14,15 +16,11 @@ predicts its image. For more targets, a frozen MAE, the teacher, encodes the sam
     -> for each branch i: z_i (B,1+K,E) -> decoder -> masked patches of x_i (B,M,p*p*C)
 """
 
-from collections import defaultdict
-
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, denormalize, init_weights, pair, require,
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, pair, require,
                  sincos_pos_embed)
-
-ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # Figure 4's range
 
 
 class IMAE(nn.Module):
@@ -52,8 +50,7 @@ class IMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale = 1.0
-    pairs = True                                           # train.py draws partners, item 7
+    lr_scale, pairs = 1.0, True                            # train.py draws partners, item 7
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -144,10 +141,10 @@ class IMAE(nn.Module):
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):           # (B, 1+K, E), (B, C, H, W)
             pred = self.decode(z_i, ids_keep, ids_mask, ids_mask.shape[1])  # (B, M, p*p*C)
             target = self.encoder.targets(x_i, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C) item 5
-            recon.append((pred.float() - target).square().mean())
+            recon.append((pred - target).square().mean())
             if self.distill_weight > 0:
                 w_i = self.teach(x_i, ids_keep)                        # (B, 1+K, E)
-                distill = distill + (z_i.float() - w_i.float()).square().mean()  # l2_loss(z_i, w_i)
+                distill = distill + (z_i.float() - w_i).square().mean()  # l2_loss(z_i, w_i)
         loss = self.distill_weight * distill + sum(recon)              # c distill + recon, item 4
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
                    "distill": distill}
@@ -198,107 +195,6 @@ class IMAE(nn.Module):
                 for branch in range(len(self.decoder_embed)):
                     state[f"decoder_embed.{branch}.{part}"] = value
         return state
-
-    # ----------------------------------------------------------------- what the paper analyses
-    def same_noise(self, images):
-        """Return noise (B,L) that gives all images the same mask, on every call."""
-        return self.encoder.fixed_noise(images[:1]).expand(len(images), -1)
-
-    def figures(self, images):
-        """Return what train.py --eval draws, {"unmix": (caption, images (rows,columns,C,H,W))}: the
-        first two images, mixed and separated, in the columns of Figures 6 and 7."""
-        if len(images) < 2:
-            return {}
-        x_1, x_2, rows = images[:1], images[1:2], []
-        for alpha in ALPHAS:
-            decoded, mask = self.unmix(x_1, x_2, alpha, self.same_noise(x_1))
-            mix, _ = self.mix_images(x_1, x_2, alpha)
-            masked = mix * (1 - self.encoder.pixels_of(mask))
-            pasted = self.encoder.copy_visible(decoded[0], mix, mask)  # item 9
-            rows.append(torch.cat([mix, masked, decoded[0], pasted, x_1, x_2]))
-        return {"unmix": (
-            "one row per weight of the subordinate image, 0.05 to 0.45: mixture, masked mixture, "
-            "predicted subordinate image, the same with the mixture's visible patches pasted in, "
-            "true subordinate image, true dominant image", torch.stack(rows))}
-
-    def latents(self, images, alpha, names):
-        """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha, and is
-        subordinate up to alpha 0.5. Returns these latents; `names` has a NAME for each branch:
-
-            mixed          (N,1+K,D)   the encoder's output for the mixture
-            branch NAME    (N,1+K,E)   z_i, the branch's latent
-            teacher NAME   (N,1+K,E)   w_i, the branch's target
-            control        (N,1+K,E)   the teacher's latent of the mixture
-
-        All images get the same mask, so token t is always the same patch."""
-        parts = defaultdict(list)
-        for x, partner in zip(images.split(250), images.roll(1, 0).split(250)):
-            ids_keep, _, _ = self.encoder.mask(x, self.same_noise(x), self.mask_ratio)
-            mix, xs = self.mix_images(x, partner, alpha)
-            mixed = self.encoder(mix, ids_keep)                        # (B, 1+K, D)
-            parts["mixed"].append(mixed)
-            parts["control"].append(self.teach(mix, ids_keep))
-            for name, F_i, x_i in zip(names, self.decoder_embed, xs):
-                parts[f"branch {name}"].append(F_i(mixed))
-                parts[f"teacher {name}"].append(self.teach(x_i, ids_keep))
-        return {name: torch.cat(part) for name, part in parts.items()}
-
-    def subordinate_psnr(self, images, alpha):
-        """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha <= 0.5.
-        Returns the PSNR (N,) in dB of its masked pixels, as the first branch predicts them."""
-        decibels = []
-        for x, partner in zip(images.split(250), images.roll(1, 0).split(250)):
-            decoded, mask = self.unmix(x, partner, alpha, self.same_noise(x))
-            masked = self.encoder.pixels_of(mask)                      # (B, 1, H, W)
-            error = (denormalize(decoded[0], self) - denormalize(x, self)).square()
-            error = (error * masked).mean((1, 2, 3)) / masked.mean((1, 2, 3))
-            decibels.append(-10 * error.clamp(min=1e-10).log10())
-        return torch.cat(decibels)
-
-    @torch.no_grad()
-    def measures(self, train, val):
-        """Measure linear separability on normalised images `val` (N,C,H,W), in our own way. Linear
-        maps are fitted on the images `train`. Returns {title: rows}, or {} for fewer than 10
-        images. A row {name: number} is for one weight in ALPHAS; the title explains the numbers."""
-        if len(val) < 10:
-            return {}
-        names = ("subordinate", "dominant")[:len(self.decoder_embed)]
-        rows = []
-        for alpha in ALPHAS:
-            row = {"alpha": alpha, "psnr": self.subordinate_psnr(val, alpha).mean().item()}
-            if self.teacher:
-                from_train = self.latents(train, alpha, names)
-                from_val = self.latents(val, alpha, names)
-                for source in ("branch", "mixed", "control"):
-                    for name in names:
-                        key = f"branch {name}" if source == "branch" else source
-                        target = f"teacher {name}"
-                        row[f"{source} {name}"] = ridge_r2(from_train[key], from_train[target],
-                                                           from_val[key], from_val[target])
-            rows.append(row)
-        title = (f"{len(val)} mixtures of two images for each weight alpha of the subordinate one; "
-                 f"psnr: PSNR in dB of that image's masked pixels")
-        if self.norm_pix_loss:
-            title += ", un-normalised with the true mean and variance of each patch"
-        if self.teacher:
-            title += (f"; others: R^2 (1 is best) of linear maps, fitted on {len(train)} training "
-                      f"images, to the teacher's latent of the unmixed image, from the branch's "
-                      f"latent (branch), the encoder's output (mixed), or the teacher's latent of "
-                      f"the mixture (control), although the teacher was trained on no mixtures")
-        return {title: rows}
-
-
-def ridge_r2(x, y, x_val, y_val, weight=1e-3):
-    """Fit a linear map from x (N,T,a) to y (N,T,b), with T tokens, by ridge regression: (X^T X +
-    lambda I)^-1 X^T Y. First, each token's means over the N images of x and y are subtracted, also
-    from x_val and y_val. Returns R^2 on these: 1 - squared error / sum of the squares of y_val."""
-    x, y, x_val, y_val = (t.cpu().double() for t in (x, y, x_val, y_val))
-    x_val, y_val = (x_val - x.mean(0)).flatten(0, 1), (y_val - y.mean(0)).flatten(0, 1)
-    x, y = (x - x.mean(0)).flatten(0, 1), (y - y.mean(0)).flatten(0, 1)
-    gram = x.T @ x                                                     # (a, a)
-    gram += weight * gram.diagonal().mean() * torch.eye(len(gram))     # lambda I
-    residual = y_val - x_val @ torch.linalg.solve(gram, x.T @ y)       # (N*T, b)
-    return 1 - (residual.square().sum() / y_val.square().sum()).item()
 
 
 # ------------------------------------------------------------------- what train.py needs for pairs
@@ -372,11 +268,14 @@ def teacher_of(checkpoint, config):
 #   5. Algorithm 1 always normalises targets; in Section 1 they are plain pixels on CIFAR and
 #      Tiny-ImageNet. The release accepts norm_pix_loss and ignores it; here it works.
 #   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding.
-#      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release
-#      also keeps the MAE's decoder embedding, but never uses it.
+#      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release's
+#      model also has MAE's decoder embedding, unused. Its script deletes the MAE's weights for it,
+#      so the strict load_state_dict that follows must fail.
 #   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
 #      from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
 #      has 1e-3. To classify, Section 1 uses mask ratio 0.75 (our default) and normalised targets;
 #      for figures, 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
-#   9. In figures, the release pastes in the visible patches of x_1; we paste in the mixture's.
+#   9. The release's documented command starts from an MAE, passes norm_pix_loss (but see item 5),
+#      and pairs only images of one class (`--same_prob 1.0`); the supplement's Table 1 does not.
+#      Its fine-tuning has 20 epochs and blr 5e-5; Table 3 has 25 and 1e-3. We follow the tables.

@@ -1,12 +1,12 @@
 """MAE: mask most of an image, encode the rest, and predict what is masked.
 
+A ViT encodes only the quarter of the patches that stays visible, so a large encoder is cheap to
+train. A small decoder gets the encoded patches and, for every masked patch, the learned mask token
+plus the position of the patch. It predicts the pixels of the masked patches, by default normalised;
+the loss is their mean squared error. After pretraining, only the encoder is kept.
+
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.
-
-Every patch draws a random number, its `noise`. The quarter with the lowest numbers stays visible. A
-ViT encodes only this quarter, so a large encoder is cheap to train. A small decoder gets the
-encoded patches and, for every masked patch, the learned mask token plus the position of the patch.
-It predicts the masked patches, by default normalised. After pretraining, only the encoder is kept.
 
     B images with C channels, L patches of p*p pixels (or p*q), K visible, M = L - K masked,
     D encoder width, E decoder width, P predicted patches: M in `forward`, L in `reconstruct`
@@ -43,7 +43,7 @@ class MAE(nn.Module):
     low_res_config = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale = 1.0             # multiplies train.py's learning rate, unless --lr is set (CrossMAE)
+    lr_scale, pairs = 1.0, False       # CrossMAE scales its learning rate, i-MAE learns from pairs
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -99,7 +99,7 @@ class MAE(nn.Module):
         # normalised patches have more local contrast and give higher accuracy (Table 1d; item 3)
         target = self.encoder.targets(images, ids_mask, self.norm_pix_loss)    # (B, M, p*p*C)
         # with visible patches in the loss, accuracy would be slightly lower (Sec. 3)
-        loss = (pred.float() - target).square().mean()     # scalar, float32 even if pred is bf16
+        loss = (pred - target).square().mean()                         # scalar
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()

@@ -1,18 +1,23 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
-Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (arXiv
-2507.22404). Release: https://github.com/heosuab/MINR. MINR uses the hypernetworks TransINR (Chen,
-Wang, ECCV 2022) and GINR (Kim et al., CVPR 2023); https://github.com/kakaobrain/ginr-ipc has both.
+An implicit neural representation (INR) of an image is an MLP from a pixel's coordinates to its
+colour; it can render any resolution. Fitting one to each image would be slow, so a hypernetwork
+predicts it in a single pass: a ViT encodes the image, with 75% of its patches set to zero, together
+with learned weight tokens. Its outputs at these tokens are combined with weights that all images
+share; the results are the weights of the modulated (instance-specific) layers. GINR modulates only
+the second layer, TransINR all five. The other layers are the same for all images. The loss is the
+mean squared error over all pixels, masked and visible; MAE's ignores visible ones.
 
-An implicit neural representation (INR) of an image is an MLP that maps coordinates to colours. Here
-a ViT reads an image, with 75% of its patches zero, and learned weight tokens. Its outputs for these
-tokens, combined with shared weights, give weights of the MLP. The MLP can render any resolution.
+Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (OOD-CV workshop
+at ICCV 2023, arXiv 2507.22404; we had only a summary). Release: https://github.com/heosuab/MINR.
+TransINR: Chen, Wang, ECCV 2022. GINR: Kim et al., CVPR 2023, https://github.com/kakaobrain/ginr-ipc
 
-    B images, L patches, K visible, D encoder width, N rendered pixels. Layer i of the MLP has a_i
-    inputs and b_i outputs. A *modulated* layer has different weights for each image: g_i of the
-    G weight tokens become the columns of U (a_i,g_i), a factor of the weights (see `modulate`)
-    images (B,C,H,W) -> tokens (B,1+L+G,D), or (B,1+K+G,D) if encode_visible_only -> weights
-    (a_i,b_i) or, if modulated, (B,a_i,b_i), biases (b_i,). Coordinates (N,2) -> colours (B,N,C)
+    B images, L patches, K visible, D encoder width, G weight tokens, N rendered pixels. Layer i of
+    the MLP has a_i inputs and b_i outputs. In a modulated layer, g_i of the G tokens become the
+    columns of U (a_i,g_i), a factor of its weights (see `modulate`)
+    images (B,C,H,W) -> tokens (B,1+L+G,D), or (B,1+K+G,D) if encode_visible_only
+    -> weights (a_i,b_i) or, if modulated, (B,a_i,b_i), and biases (b_i,)
+    coordinates (N,2) -> MLP -> colours (B,N,C)
 """
 
 import math
@@ -45,9 +50,9 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size; `encoder` gives features. Images are in [0, 1]. We had only a summary of
-    the paper, called "paper" below. Defaults follow this summary, e.g. a grid of 14 x 14 patches
-    (item 1), or the release where the summary gives no value.
+    `render` at any size; `encoder` gives features. Images are in [0, 1]. Defaults follow the
+    summary of the paper, called "paper" below, e.g. a grid of 14 x 14 patches (item 1), or the
+    release where the summary gives no value.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -73,8 +78,9 @@ class MINR(nn.Module):
     """
 
     recipe = dict(  # the release's for Imagenette, as our summary gives no recipe. `crop` replaces
-        # the release's resize and random crop. tests/FLAGS.md has more flags, also for CelebA. The
-        # release divides TransINR's learning rate by 10 after 80% of the epochs (not implemented)
+        # the release's random crop of 182 pixels (it does not resize on Imagenette). For other data
+        # see tests/FLAGS.md. The release divides TransINR's learning rate by 10 after 80% of the
+        # epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     # our own settings for images of up to 64 pixels, or encoders no wider than micro
@@ -83,7 +89,7 @@ class MINR(nn.Module):
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    lr_scale = 1.0
+    lr_scale, pairs = 1.0, False                           # see mae.py
 
     def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
                  mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,
@@ -189,7 +195,7 @@ class MINR(nn.Module):
         PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
-        colours = images.flatten(2).transpose(1, 2)                    # (B, H*W, C)
+        colours = images.flatten(2).transpose(1, 2).float()            # (B, H*W, C)
         masked = self.encoder.pixels_of(mask).flatten(1)               # (B, H*W)
         if self.training and self.pixel_fraction < 1:
             N = math.ceil(self.pixel_fraction * len(coords))
@@ -210,7 +216,7 @@ class MINR(nn.Module):
         layers = self.modulate(tokens)
         coords, target, masked = self.sample_pixels(images, mask)      # (N, 2), (B, N, C), (B, N)
         pred = self.decode(coords, layers)                             # (B, N, C)
-        error = (pred.float() - target.float()).square().mean(dim=2)   # (B, N)
+        error = (pred - target).square().mean(dim=2)                   # (B, N)
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
@@ -241,17 +247,6 @@ class MINR(nn.Module):
             colours.append(self.decode(coords, layers).float())        # (B, N, C)
         rendered = torch.cat(colours, dim=1).transpose(1, 2)           # (B, C, H'*W')
         return rendered.unflatten(2, size), mask                       # (B, C, H', W'), (B, L)
-
-    def figures(self, images):
-        """Return {"rendered": (caption, images (rows,2,C,4H,4W))}, drawn by train.py --eval."""
-        H, W = self.encoder.img_size
-        noise = self.encoder.fixed_noise(images)
-        native = self.render(images, (H, W), noise)                    # (rows, C, H, W)
-        large = self.render(images, (4 * H, 4 * W), noise)             # (rows, C, 4H, 4W)
-        upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")  # (rows, C, 4H, 4W)
-        return {"rendered": ("rendered at 4x the model's size (training with --coord_jitter avoids "
-                             "a grid); rendered at the model's size, then upscaled bicubically",
-                             torch.stack([large, upscaled], dim=1))}
 
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.

@@ -9,7 +9,7 @@ Each step is seeded from (seed, epoch, step). Each process draws random numbers 
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
 (seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS. "Forks" in tests/REFERENCE.md lists what it must have.
+A method is a class like those in METHODS. tests/FORKS.md lists what it must have.
 """
 
 import argparse
@@ -64,9 +64,7 @@ def pretrain(args):
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     config = vit_config(args, img_size, {"in_chans": len(cls.mean), **source["config"]})
-    model, config = build_model(args, config, saved)
-    if args.init and not saved:
-        initialize(model, source, args.init)
+    model, config = build_model(args, config, source, resumed=bool(saved))
     del source                                             # its weights are in the model now
     apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
     # True: i-MAE learns from pairs of images; "views": a method that compares two crops of an image
@@ -280,16 +278,16 @@ def describe(args, model, train, val):
 
 
 # --------------------------------------------------------------------------- the model, the recipe
-def build_model(args, config, saved):
-    """Return the model of --method with random weights, and its constructor arguments: `config`,
-    those of the encoder, and the method's own. A resumed run's teacher is in its last.pt, `saved`.
-    """
+def build_model(args, config, source, resumed):
+    """Return the model of --method, and its constructor arguments: `config`, those of the encoder,
+    and the method's own. Weights are random or from --init, read as `source`. If a run is resumed,
+    `source` is its last.pt, which also holds any teacher; `resume` loads the weights."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
     config = {**config, **{name: getattr(args, name) for name in own}}
-    if saved.get("config", {}).get("teacher"):
-        config["teacher"] = saved["config"]["teacher"]
+    if resumed:
+        config.update({k: v for k, v in source["config"].items() if k == "teacher"})
     elif getattr(args, "teacher", None):
         config["teacher"], teacher = teacher_of(read_checkpoint(args.teacher, args.heads), config)
     elif hasattr(args, "teacher"):
@@ -297,7 +295,9 @@ def build_model(args, config, saved):
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if teacher:
+    if args.init and not resumed:
+        initialize(model, source, args.init)
+    if teacher:                                            # wins over one in the --init file
         model.teacher.load_state_dict(teacher)
     return model, config
 
@@ -399,19 +399,15 @@ def compare(args):
         content = read_checkpoint(path)
         cls = METHODS.get(content["method"])
         if getattr(cls, "reconstruct", None) is None:
-            print(f"note    skipping {path}: {content['method']} predicts no pixels (finetune.py "
-                  f"evaluates classifiers and features)")
+            print(f"note    skipping {path}, a {content['method']}: it predicts no pixels")
             continue
         model = load_model(path).to(args.device)
-        trained_on = content["flags"].get("data", "shapes")
         sizes = f"--img_size and --patch_size {model.encoder.img_size}, {model.encoder.patch_size}"
         if first is None:                                  # all get the first one's data and size
-            first, args.data = sizes, args.data or trained_on
-            val, = open_data(args.data, model.encoder.img_size, args, parts=["val"])[:-1]
+            first, args.data = sizes, args.data or content["flags"].get("data", "shapes")
+            val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
         require(sizes == first, f"{path} was trained with {sizes}, the checkpoint before it with "
                                 f"{first}: their PSNR cannot be compared")
-        if trained_on != args.data:
-            print(f"note    {path} was trained on {trained_on}, and is evaluated on {args.data}")
         names.append(run_of(path))
         for mask in args.masks:
             for ratio in args.mask_ratios:
@@ -432,14 +428,15 @@ def compare(args):
 
 def save_picture(columns, path):
     """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with the titles above.
-    Enlarges small images up to 128 pixels. Shows the first three channels, or only the first."""
+    Enlarges small images up to 96 pixels. Shows the first three channels, or only the first."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
-    size = [n * max(1, 128 // max(H, W)) for n in (H, W)]
+    size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
     cells = torch.stack([F.interpolate(x, size) for x in images], dim=1).flatten(0, 1)
     grid = torchvision.utils.make_grid(cells, nrow=len(images), pad_value=1)
     picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, 30, 0), value=1).clamp(0, 1))
     for i, title in enumerate(columns):
+        title = "\n".join(line[:size[1] // 6] for line in title.splitlines())    # 6 pixels each
         ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="black")
     picture.save(path)
 
@@ -870,20 +867,18 @@ def initialize(model, content, path):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
-    for name in ("mean", "std"):
-        was, now = tuple(content[name]), tuple(getattr(model, name))
-        if was != now:                                     # MINR's input is not normalised
-            print(f"note    {path} was trained on images normalised with {name} {was}, not {now}")
+    if tuple(content["mean"]) != tuple(model.mean):        # MINR's input is not normalised
+        print(f"note    {path} was trained with another mean and std of images")
 
 
 def resume(saved, model, optimizer, scaler, content, args):
     """Load `saved`, the last.pt of this run, and return the rows of its log. Prints which flags
     have changed. Raises InputError if model, images, seed or optimizer have changed."""
     kept = ("images", "train_images", "labels", "seed", "optimizer")
-    was, now = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
+    old, new = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
                 for x, flags in ((saved, saved["flags"]), (content, vars(args))))
-    differ = [f"{name} was {was.get(name)}, is {now.get(name)}" for name in {**was, **now}
-              if was.get(name) != now.get(name)]
+    differ = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
+              if old.get(name) != new.get(name)]
     require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was "
                         f"{saved['flags'].get('command')}")
     model.load_state_dict(saved["model"])
@@ -892,9 +887,9 @@ def resume(saved, model, optimizer, scaler, content, args):
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in saved["flags"].items():
-        if getattr(args, name, value) != value and name not in ("resume", "overwrite", "command",
-                                                                "created"):
-            print(f"note    {name} changed from {value} to {getattr(args, name)}")
+        now = getattr(args, name, value)
+        if now != value and name not in ("resume", "overwrite", "command", "created"):
+            print(f"note    {name} changed from {value} to {now}")
     print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
     history = saved["history"]
     saved.clear()                                          # frees its weights
@@ -937,8 +932,7 @@ def local_part(batch, args):
 
 
 def mean_over_processes(sums, n, args):
-    """Return {name: sum / n}, with sums (numbers or 0-dim tensors) and n added up over all
-    processes."""
+    """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
     total = torch.tensor([*map(float, sums.values()), n], dtype=torch.float64)
     if args.world > 1:
         total = total.to(args.device)                      # cuda or cpu: mps has no float64
@@ -961,9 +955,7 @@ def in_range(kind, low, high=math.inf):
 
 def numbers(kind):
     """Return an argparse type that turns `0,5,11` into (0, 5, 11)."""
-    def numbers(text):                                     # argparse's errors show this name
-        return tuple(kind(part) for part in text.split(","))
-    return numbers
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 def word_or_integers(text):
@@ -982,20 +974,16 @@ fraction = in_range(float, 0, 1)
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (str, "shapes, cifar10, cifar100, a folder of images, or a .pt file of tensors; "
-                  "default: the checkpoint's, else shapes"),
+    "data": (str, "shapes, cifar10, cifar100, a folder or a .pt file; default: the checkpoint's"),
     "eval_images": (count, "validate on at most N images; default: 1000, all in finetune.py"),
-    "workers": (in_range(int, 0), "processes that read image files; default: this process's share "
-                                  "of the CPU cores, at most 16; 0 outside Linux"),
+    "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
     "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of everything that is random"),
     "train_images": (count, "train on only N images"),
-    "img_size": (size_in_pixels, "pixels, as side or height,width; default: the checkpoint's, else "
-                                 "the images' own, at most 224"),
-    "patch_size": (size_in_pixels, "likewise; default: the checkpoint's, else 16; for images below "
-                                   "128 pixels, their side / 8, at least 4"),
+    "img_size": (size_in_pixels, "side or height,width; default: the images', at most 224"),
+    "patch_size": (size_in_pixels, "likewise; default: 16; below 128 pixels, a side / 8"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
     "depth": (count, "blocks of the encoder; default: set by --size"),

@@ -1,6 +1,5 @@
-"""A plain Vision Transformer, and the code that three or more methods share: patches, positions,
-masking and released checkpoints. Nothing here depends on a particular method, except for the
-parameter names at the end.
+"""A plain Vision Transformer, and what three or more methods share: patches, positions, masking and
+released checkpoints. Only the parameter names at the end depend on particular methods.
 
 We follow Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below). Fixed
 positions, initialisation and masking are from He et al., Masked Autoencoders Are Scalable Vision
@@ -9,10 +8,11 @@ Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearc
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = masked
     The first token is the class token, a learned one that belongs to no patch. A ViT can have G
-    more such tokens, the extra tokens. They come after the patches: (B,1+K+G,D)
+    further learned tokens, called extra tokens, after the patches: (B,1+K+G,D)
 """
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -31,36 +31,7 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 }
 
 
-class InputError(ValueError):
-    """Invalid user input, not a bug: train.py and finetune.py print the message and exit."""
-
-
-def require(condition, message):
-    """Raise InputError with the message unless the condition holds."""
-    if not condition:
-        raise InputError(message)
-
-
-# ------------------------------------------------------------------------------- images and patches
-def pair(size):
-    """Turn an int or an (H, W) pair into an (H, W) tuple. Raises InputError unless both sides
-    are positive integers."""
-    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    require(len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides),
-            f"{size} is not a size in pixels: use one like 32 or 32,48")
-    return sides
-
-
-def grid_of(img_size, patch_size, **_):
-    """Return the patch grid (h, w). Both sizes are an int or (H, W). A config's other arguments are
-    ignored. Raises InputError unless the patches tile the image."""
-    (H, W), (p, q) = pair(img_size), pair(patch_size)
-    near = [f"{max(p, H - H % p)}x{max(q, W - W % q)}", f"{H + (-H) % p}x{W + (-W) % q}"]
-    require(H % p == 0 and W % q == 0, f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}; "
-                                       f"try {' or '.join(dict.fromkeys(near))}")
-    return (H // p, W // q)
-
-
+# ------------------------------------------------------------------------------------------ patches
 def patchify(images, patch_size):
     """Cut images (B,C,H,W) into patches (B,L,p*q*C). Patches, and the pixels in each of them, are
     in raster order; the channel varies fastest. patch_size is an int or (H, W)."""
@@ -93,25 +64,6 @@ def normalize_patches(patches):
     return (patches - mean) / std, mean, std               # (B, L, N), (B, L, 1), (B, L, 1)
 
 
-def per_channel(values, device):
-    """Return `values` as a tensor (C,1,1), created on the device: a copy to a GPU would wait."""
-    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
-
-
-def normalize(images, model):
-    """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
-    mean = per_channel(model.mean, images.device)                      # (C, 1, 1)
-    std = per_channel(model.std, images.device)                        # (C, 1, 1)
-    return (images / 255 - mean) / std
-
-
-def denormalize(images, model):
-    """Turn model input or output (B,C,H,W) into float images in [0, 1]: x * std + mean, clamped."""
-    mean = per_channel(model.mean, images.device)                      # (C, 1, 1)
-    std = per_channel(model.std, images.device)                        # (C, 1, 1)
-    return (images.float() * std + mean).clamp(0, 1)
-
-
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
     """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w), as in MAE
@@ -129,15 +81,18 @@ def sincos_pos_embed(dim, grid):
     return table[None].float()                                         # (1, 1+L, dim)
 
 
-def resize_pos_embed(pos_embed, grid, new_grid):
-    """Resize positions (1,1+L,D) from one grid (h, w) to another (ViT Sec. 3.2), bicubically as in
-    the release."""
-    table = pos_embed[:, 1:].reshape(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
-    table = F.interpolate(table, size=tuple(new_grid), mode="bicubic", align_corners=False)
-    return torch.cat([pos_embed[:, :1], table.flatten(2).transpose(1, 2)], dim=1)  # (1, 1+L', D)
-
-
 # ------------------------------------------------------------------------------------------ masking
+def masking(noise, mask_ratio):
+    """Mask patches (MAE Sec. 3, "Masking") by sorting noise (B,L), as in the release: the K patches
+    with the lowest noise stay visible (see visible_count). Returns ids_keep (B,K) and ids_mask
+    (B,L-K), both sorted by noise, and mask (B,L), float, 1 = masked."""
+    K = visible_count(noise.shape[1], mask_ratio)
+    order = noise.argsort(dim=1, stable=True)              # (B, L) stable: ties in raster order
+    ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
+    mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
+    return ids_keep, ids_mask, mask
+
+
 def visible_count(L, mask_ratio):
     """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225
     and mask_ratio 0.8 give 44, not 45: 1 - 0.8 < 0.2 in floating point.) Raises InputError unless
@@ -152,9 +107,9 @@ def visible_count(L, mask_ratio):
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
     "random": uniform. "grid": lowest for one of every four patches, at even rows and columns (MAE
-    Figure 6, CrossMAE Table 15). "block": random rectangles, each 10 to 40% of the image (less if
-    clipped at its border), are masked one by one until mask_ratio is reached (MAE Figure 6). BEiT's
-    rectangles instead lie fully inside the image and have at least 16 patches."""
+    Figure 6, CrossMAE Table 15). "block": random rectangles are masked one by one until mask_ratio
+    is reached (MAE Figure 6). Each has 10 to 40% of the image's area, our choice, or less if
+    clipped at its border. BEiT's instead lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -174,17 +129,6 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     elif kind != "random":
         raise InputError(f"mask {kind!r} is not one of random, grid, block")
     return noise.flatten(1)                                            # (B, L)
-
-
-def masking(noise, mask_ratio):
-    """Mask patches (MAE Sec. 3, "Masking") by sorting noise (B,L), as in the release: the K patches
-    with the lowest noise stay visible (see visible_count). Returns ids_keep (B,K) and ids_mask
-    (B,L-K), both sorted by noise, and mask (B,L), float, 1 = masked."""
-    K = visible_count(noise.shape[1], mask_ratio)
-    order = noise.argsort(dim=1, stable=True)              # (B, L) stable: ties in raster order
-    ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
-    mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
-    return ids_keep, ids_mask, mask
 
 
 # ---------------------------------------------------------------------------------- the transformer
@@ -316,8 +260,7 @@ class ViT(nn.Module):
         return self.patch_embed(patches) + pos                         # (B, K, D) ViT eq. 1
 
     def add_learned_tokens(self, tokens):
-        """Put the class token before tokens (B,K,D), and any extra tokens after them: (B,1+K,D) or
-        (B,1+K+G,D)."""
+        """Put the class token before tokens (B,K,D), and extra tokens after them: (B,1+K+G,D)."""
         B = tokens.shape[0]                                # not len(): see unpatchify
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
         parts = [cls.expand(B, -1, -1), tokens]
@@ -374,18 +317,60 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
     def copy_visible(self, decoded, images, mask):
-        """Return the images `decoded` (B,C,H,W), but with the visible patches of images (B,C,H,W):
-        those where mask (B,L) is 0."""
+        """Return `decoded` (B,C,H,W), but with the visible patches of images: mask (B,L) is 0."""
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
-        """Return noise (B,L) drawn with a fixed seed, so that figures and analyses use the same
-        masks on every call."""
+        """Return noise (B,L) from a fixed seed: pictures and analyses always use these masks."""
         g = torch.Generator().manual_seed(0)
         return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
 
-# ----------------------------------------------------------------- parameter names in checkpoints
+# ---------------------------------------------------------------------- sizes, errors and colours
+def pair(size):
+    """Turn an int or (H, W) into a tuple (H, W). Raises InputError unless both are ints above 0."""
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    require(len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides),
+            f"{size} is not a size in pixels: use one like 32 or 32,48")
+    return sides
+
+
+def grid_of(img_size, patch_size, **_):
+    """Return the patch grid (h, w). Both sizes are an int or (H, W). A config's other arguments are
+    ignored. Raises InputError unless the patches tile the image."""
+    (H, W), (p, q) = pair(img_size), pair(patch_size)
+    require(H % p == 0 and W % q == 0, f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}")
+    return (H // p, W // q)
+
+
+class InputError(ValueError):
+    """Invalid user input, not a bug: train.py and finetune.py print the message and exit."""
+
+
+def require(condition, message):
+    """Raise InputError with the message unless the condition holds."""
+    if not condition:
+        raise InputError(message)
+
+
+def per_channel(values, device):
+    """Return `values` as a tensor (C,1,1), created on the device: a copy to a GPU would wait."""
+    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
+
+
+def normalize(images, model):
+    """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
+    mean, std = (per_channel(x, images.device) for x in (model.mean, model.std))   # (C, 1, 1) each
+    return (images / 255 - mean) / std
+
+
+def denormalize(images, model):
+    """Turn model input or output (B,C,H,W) into float images in [0, 1]: x * std + mean, clamped."""
+    mean, std = (per_channel(x, images.device) for x in (model.mean, model.std))   # (C, 1, 1) each
+    return (images.float() * std + mean).clamp(0, 1)
+
+
+# ------------------------------------------------------------------ parameter names in checkpoints
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "extra_tokens")
 
 
@@ -396,7 +381,7 @@ def linear_weight(weight):
 
 def linear_patch_embed(state):
     """Rename and reshape a patch embedding that the state dict stores as a convolution,
-    `patch_embed.proj`; other entries stay."""
+    `patch_embed.proj`; other entries are unchanged."""
     return {name.replace("patch_embed.proj.", "patch_embed."):
             linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
             for name, value in state.items()}
@@ -405,9 +390,12 @@ def linear_patch_embed(state):
 def from_released(state):
     """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
     "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding
-    becomes a linear layer. Decoders and heads keep their names."""
+    becomes a linear layer. Decoders and heads keep their names. The prefixes `module.` and
+    `_orig_mod.`, from DistributedDataParallel and torch.compile, are removed."""
+    state = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value
+             for name, value in state.get("model", state).items()}
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
-            for name, value in linear_patch_embed(state.get("model", state)).items()}
+            for name, value in linear_patch_embed(state).items()}
 
 
 def to_released(model):
@@ -420,22 +408,30 @@ def to_released(model):
     return state
 
 
+def resize_pos_embed(pos_embed, grid, new_grid):
+    """Resize positions (1,1+L,D) to another grid (ViT Sec. 3.2), bicubically as in the release."""
+    table = pos_embed[:, 1:].reshape(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
+    table = F.interpolate(table, size=tuple(new_grid), mode="bicubic", align_corners=False)
+    return torch.cat([pos_embed[:, :1], table.flatten(2).transpose(1, 2)], dim=1)  # (1, 1+L', D)
+
+
 def sizes_of(state, path, heads=None):
-    """Return the encoder's constructor arguments, inferred from the shapes in a state dict with our
-    names. Assumes RGB images, and square patches in a square grid. Shapes do not show the number of
-    heads: it is `heads`, or is taken from the entry of SIZES with this width and depth. Raises
-    InputError if the state dict is not from a ViT."""
+    """Infer the encoder's constructor arguments from the shapes in a state dict with our names, for
+    RGB images, and square patches in a square grid. Shapes do not show the number of heads: it is
+    `heads`, or that of the SIZES with this width and depth. Raises InputError unless they fit."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
     depth = len({name.split(".")[2] for name in state if name.startswith("encoder.blocks.")})
-    side, patch_size = math.isqrt(state["encoder.pos_embed"].shape[1] - 1), math.isqrt(inputs // 3)
+    positions = state["encoder.pos_embed"].shape[1]
+    side, patch_size = math.isqrt(positions - 1), math.isqrt(inputs // 3)
+    require(side ** 2 + 1 == positions, f"{path} has {positions} positions, which are not those of "
+                                        f"a class token and of a square grid")
     require(3 * patch_size ** 2 == inputs,
             f"{path} has patches of {inputs} values, which are not square RGB patches")
-    if heads is None:
-        heads = {(size["dim"], size["depth"]): size["heads"] for size in SIZES.values()}.get(
-            (dim, depth))
-        require(heads, f"cannot tell the number of heads from {path}: pass --heads")
+    known = {(size["dim"], size["depth"]): size["heads"] for size in SIZES.values()}
+    heads = heads or known.get((dim, depth))
+    require(heads, f"cannot tell the number of heads from {path}: pass --heads")
     return dict(img_size=(side * patch_size,) * 2, patch_size=(patch_size,) * 2, in_chans=3,
                 dim=dim, depth=depth, heads=heads, extra_tokens=count_extra_tokens(state))
 
@@ -445,33 +441,29 @@ def count_extra_tokens(state):
     return len(state.get("encoder.extra_tokens", ()))
 
 
-def transfer(model, state, grid=None):
+def transfer(model, state, grid):
     """Initialise `model` from a state dict with our parameter names. The encoder is always loaded.
-    The decoder or head is loaded only if all of its names and shapes match. Positions are
-    interpolated if the state dict's `grid` (h, w), by default square, is not the model's. Frozen
-    teachers are ignored. Returns the names not set in the model, and the names not used from
-    `state`. Raises InputError if these include encoder parameters except norm and extra tokens."""
-    own = {k: v for k, v in model.state_dict().items() if not k.startswith("teacher.")}
-    state = {k: v for k, v in state.items() if not k.startswith("teacher.")}
-    resized = []
-    for name in ("encoder.pos_embed", "decoder_pos_embed"):
-        if name in own and name in state:
-            side = math.isqrt(state[name].shape[1] - 1)
-            if (grid or (side, side)) != model.encoder.grid:
-                state[name] = resize_pos_embed(state[name], grid or (side, side),
-                                               model.encoder.grid)
-                resized.append(name)
-
-    fits = {k for k in own.keys() & state.keys() if own[k].shape == state[k].shape}
-    wrong = [k for k in sorted((own.keys() | state.keys()) - fits) if k.startswith("encoder.")
-             and not k.startswith(("encoder.norm.", "encoder.extra_tokens"))]
-    if wrong:
-        shapes = [[tuple(x[k].shape) if k in x else "nothing" for x in (state, own)] for k in wrong]
-        raise InputError("; ".join(f"{k}: the file has {a}, the model {b}"
-                                   for k, (a, b) in [*zip(wrong, shapes)][:3]))
-    rest = {k for k in own.keys() | state.keys() if not k.startswith("encoder.")}
-    if not rest <= fits:                                   # another decoder or head: not loaded
-        fits -= rest
+    A decoder or head is loaded only if all of its names and shapes match, and so is a frozen
+    teacher. Positions are interpolated unless the state dict's `grid` (h, w) is the model's.
+    Returns the names not set in the model, and the names not used from `state`. Raises InputError
+    if these include encoder parameters except norm and extra tokens."""
+    own, state, resized = model.state_dict(), dict(state), []
+    if grid != model.encoder.grid:
+        resized = sorted(k for k in own.keys() & state.keys() if k.endswith("pos_embed"))
+    for name in resized:
+        state[name] = resize_pos_embed(state[name], grid, model.encoder.grid)
+    names = own.keys() | state.keys()
+    shapes = {k: [tuple(x[k].shape) if k in x else "nothing" for x in (state, own)] for k in names}
+    fits = {k for k in names if shapes[k][0] == shapes[k][1]}
+    wrong = sorted(k for k in names - fits if k.startswith("encoder.")
+                   and not k.startswith(("encoder.norm.", "encoder.extra_tokens")))
+    require(not wrong, "; ".join("{}: the file has {}, the model {}".format(k, *shapes[k])
+                                 for k in wrong[:3]))
+    teacher = {k for k in names if k.startswith("teacher.")}
+    rest = {k for k in names - teacher if not k.startswith("encoder.")}
+    for part in (teacher, rest):
+        if not part <= fits:                               # all of it or nothing
+            fits -= part
     model.load_state_dict({k: state[k] for k in fits}, strict=False)
     for name in fits.intersection(resized):
         print(f"interpolated to {model.encoder.grid} patches: {name}")

@@ -125,7 +125,7 @@ class Case:
         images = torch.randn(B, 3, *encoder.img_size, generator=g).to(self.device)
         noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
         pairs = (images.roll(1, 0), torch.tensor(0.3, device=self.device))
-        return images, noise, *(pairs if hasattr(self.model, "pairs") else ())
+        return images, noise, *(pairs if self.model.pairs else ())
 
     def step(self):
         """Take a step, wait until it has ended, and return its loss."""

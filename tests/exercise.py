@@ -283,6 +283,8 @@ def refuse(message):
 def remove_here(names):
     """Remove the bodies of these exercises from the working tree. Ends the program instead if git
     could not restore one of them."""
+    if not git("ls-files", "mae.py"):
+        refuse("removing a body needs a git repository, which can bring it back")
     for name in names:
         file = file_of(name)
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))
@@ -301,7 +303,8 @@ def remove_here(names):
 
 def handout(folder, names):
     """Copy the project's last commit into a new folder, without the bodies of these exercises, and
-    add a page of tasks. Solutions that are not committed stay out."""
+    add a page of tasks. Solutions that are not committed stay out. Of the tests, only those of
+    results stay: the others also test how a function is written."""
     if not names:
         refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -313,10 +316,12 @@ def handout(folder, names):
     git("archive", "HEAD", "-o", str(archive.absolute()))
     shutil.unpack_archive(archive, folder)
     archive.unlink()
-    (folder / "tests/test_exercise.py").unlink()           # it has solutions
-    readme = folder / "README.md"                          # and so has the part on MAE's loss
-    readme.write_text(re.sub(r"(?s)\n\*\*MAE's loss\*\*.*?```\n", "", readme.read_text("utf-8")),
-                      "utf-8")
+    for file in {*folder.glob("tests/test_*.py")} - {folder / "tests/test_golden.py"}:
+        file.unlink()                                      # some also have solutions
+    readme = folder / "README.md"
+    text = re.sub(r"(?s)\n\*\*MAE's loss\*\*.*?```\n", "", readme.read_text("utf-8"))   # a solution
+    teach = "\n## Teach\nSee [TASKS.md](TASKS.md).\n"    # there is no git in this copy
+    readme.write_text(re.sub(r"(?s)\n## Teach\n.*?(?=\n## |$)", teach, text), "utf-8")
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the paper and the list at the end of the file (where paper and release "
             "differ) tell you what it must do. The checks compare your results with plain-loop "
@@ -324,7 +329,10 @@ def handout(folder, names):
             "for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
-            "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`"]
+            "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`",
+            "Once they are right, `python -m pytest` compares losses, predictions and gradients of "
+            "all methods with the numbers of the released codes, however you wrote the functions. "
+            "(This copy lacks the project's other tests, e.g. of speed and of comments.)"]
     for i, name in enumerate(names, 1):
         remove(folder, name, name)
         item = EXERCISES[name]

@@ -93,7 +93,7 @@ def replay_crossmae(fixture):
     loss, _ = model(images, noise)
     with torch.no_grad():                                  # as in training: only these patches
         ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-        ids = ids_mask[:, model.unpredicted:].sort(dim=1).values
+        ids = ids_mask[:, model.skipped:].sort(dim=1).values
         pred = model.decode(model.encode(images, ids_keep), ids)
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss)}
 

@@ -47,7 +47,7 @@ TUNED = {  # column: flags of finetune.py
     "linear": "--mode linear --epochs 6", "1%": "--labels 0.01 --batch_size 24 --epochs 18",
     "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
-PRINTED = re.compile(  # the numbers from --eval that the tables need
+PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
     r"block sum (visible|masked)|alpha 0\.(200|400|450) (branch|control) subordinate")
 
@@ -63,7 +63,9 @@ def commands(args, name, seed):
         yield None, (f"python train.py --method {flags} --data {args.data} --size {args.size} "
                      f"--epochs {epochs} --seed {seed} --runs {{runs}} --name {encoder}")
     if name in PRETRAINED:
-        yield "PSNR", f"python train.py --eval {{runs}}/{name}/last.pt --data {args.data} {MASKS}"
+        file = f"{{runs}}/{name}/last.pt --data {args.data}"
+        analyses = f" && python -m tests.analyses {file}" * (name in ("mae", "imae", "imae_alone"))
+        yield "PSNR", f"python train.py --eval {file} {MASKS}{analyses}"
     if name == "imae_alone":                               # only for its measure of two images
         return
     source, words = source.replace("{size}", args.size), f"--data {args.data} --seed {seed}"
@@ -81,7 +83,7 @@ def read_lines(path):
 
 
 def printed_numbers(text):
-    """Return the numbers of PRINTED in the tables that --eval prints, named after row and column:
+    """Return the numbers of PRINTED in the printed tables, named after row and column:
     {"random 0.750 psnr_masked": dB, "alpha 0.200 branch subordinate": R^2, ...}."""
     found, heads = {}, []
     for words in (re.split("  +", line.strip()) for line in text.splitlines()):
@@ -94,11 +96,14 @@ def printed_numbers(text):
 
 
 def run(command):
-    """Run a command, resuming what an earlier call began, and return its numbers, if any."""
+    """Run a command, or several joined by "&&", resuming what an earlier call began. Returns its
+    numbers, if any."""
     print(f"\n{command}", flush=True)
     folder = re.search(r"--runs (\S+) --name (\S+)", command)
-    words = [sys.executable, *command.split()[1:], *["--resume"] * bool(folder)]
-    printed = subprocess.run(words, text=True, stdout=subprocess.PIPE, check=True).stdout
+    printed = ""
+    for part in command.split(" && "):
+        words = [sys.executable, *part.split()[1:], *["--resume"] * bool(folder)]
+        printed += subprocess.run(words, text=True, stdout=subprocess.PIPE, check=True).stdout
     print(printed, flush=True)
     if folder:
         last = read_lines(Path(*folder.groups(), "log.jsonl"))[-1]
@@ -242,6 +247,23 @@ def results(every, encoders, columns):
     return markdown(heads, rows)
 
 
+def compared(every):
+    """Return the README's table: MAE's numbers, and the others' differences from them."""
+    names = {**NAMES, "mae": "MAE itself", "crossmae": "CrossMAE, all masked patches",
+             "crossmae_25": "CrossMAE, a third of them", "ginr": "MINR"}
+    heads, rows = ["difference from MAE"], [[names[encoder]] for encoder in FIRST[2:]]
+    for numbers in every:
+        heads += [f"{numbers.size}: pixels, dB", "fine-tuned, %"]
+        for row, encoder in zip(rows, FIRST[2:]):
+            for column in (PIXELS, "100%"):
+                text = numbers.minus(encoder, "mae", column)
+                if encoder == "mae":
+                    text = numbers.cell("mae", column).split(" ")[0]
+                # MINR's features are longer, so its accuracy cannot be compared
+                row.append("" if (encoder, column) == ("ginr", "100%") else text)
+    return markdown(heads, rows)
+
+
 def tables(numbers):
     """Return three tables: results, their differences from MAE, and the differences in MORE."""
     columns, more = {PIXELS: "pixels, dB", **TOP1}, []
@@ -339,8 +361,7 @@ def write_tables(folder):
     every = [numbers for numbers in read_numbers(folder / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
     fill(folder / "RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
-    fill(folder.parent / "README.md", {"results": results(every, FIRST, {
-        PIXELS: "pixels, dB", "20-NN": "20-NN, %", "100%": "fine-tuned, %"})})
+    fill(folder.parent / "README.md", {"results": compared(every)})
     draw(pictures / "results.svg", [
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
               "20-NN accuracy, % (up is better)", [*seeds_of(numbers)], shift=i * WIDTH)

@@ -1,13 +1,14 @@
 """What only a GPU finds."""
 
 import inspect
+import re
 import warnings
 
 import pytest
 import torch
 
 import train
-from tests import bench
+from tests import analyses, bench
 from tests.conftest import GPU
 from tests.test_methods import BASE, flags
 from train import METHODS
@@ -50,8 +51,8 @@ def test_finetuning(words, tune, waits):
     assert tune(*words.split())[1]["top1"] > 0 and waits and "train_step" not in waits
 
 
-def test_evaluating(pretrain):
-    """Evaluation, with all figures and measures, gives the same numbers as on the CPU."""
+def test_evaluating(pretrain, capsys):
+    """Evaluation and the papers' analyses give the same numbers as on the CPU."""
     for name in METHODS:
         teacher = ["--teacher", "runs/mae"] if name == "imae" else []
         pretrain("--method", name, *teacher, name=name, own=flags(BASE[name]))
@@ -59,6 +60,11 @@ def test_evaluating(pretrain):
     numbers = [[value for row in train.main([*words, "--device", device]) for value in row.values()
                 if isinstance(value, float)] for device in ("cpu", "cuda")]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-2)
+    capsys.readouterr()
+    for device in ("cpu", "cuda"):
+        analyses.main(["--device", device, *(f"runs/{name}" for name in METHODS)])
+        numbers.append([float(x) for x in re.findall(r" (-?\d+\.\d+)", capsys.readouterr().out)])
+    assert len(numbers[2]) > 50 and numbers[2] == pytest.approx(numbers[3], rel=1e-2, abs=1e-2)
 
 
 @pytest.mark.parametrize("words", [name + more for name in METHODS for more in ("", " --compile")])

@@ -3,6 +3,7 @@ with others. Removed bodies come back. A handout leaves out this file, which has
 
 import inspect
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -144,8 +145,8 @@ def repository(tmp_path, monkeypatch):
         pytest.skip("git is missing")
     for file in (*ROOT.glob("*.py"), ROOT / "README.md"):
         shutil.copy(file, tmp_path)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_exercise.py").touch()
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=unneeded)
 
     def git(*words):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c",
@@ -178,7 +179,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused)
     repository("checkout", "HEAD", "--", "mae.py", "vit.py")
     assert path.read_bytes() == before
     shutil.rmtree(tmp_path / ".git")
-    refused(main, ["vit.patchify"], "git could not restore it")
+    refused(main, ["vit.patchify"], "removing a body needs a git repository")
     refused(main, ["--handout", tmp_path / "class", "vit.patchify"], "needs a git repository")
     assert path.read_bytes() == before
 
@@ -195,11 +196,45 @@ def test_handout(repository, tmp_path):
     text, original = ("".join((place / file).read_text(encoding="utf-8") for file in files)
                       for place in (folder, ROOT))
     for solution in ("phase.cos()", "noise.argsort", "x[:, 1:] + pos[ids_keep]",
-                     "U.repeat(", "var_mean(", "the large encoder sees", "w_i.float"):
+                     "U.repeat(", "var_mean(", "the large encoder sees", "z_i.float"):
         assert solution not in text and solution in original
-    assert not (folder / "tests/test_exercise.py").exists()
+    assert [file.name for file in folder.glob("tests/test_*.py")] == ["test_golden.py"]
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    assert "square().mean()" not in readme and "\n## Quickstart" in readme
+    assert "square().mean()" not in readme and "git restore" not in readme
+    assert "(TASKS.md)" in readme and "\n## Quickstart" in readme and "\n## Fork" in readme
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="TASKS.md's commands are for a Unix shell")
+def test_commands_of_a_handout(repository, tmp_path):
+    """With right solutions, written differently, the commands in TASKS.md pass. If one is wrong,
+    both fail."""
+    folder = tmp_path / "class"
+    assert main(["--handout", str(folder), *SOLUTIONS]) == 0
+    page = (folder / "TASKS.md").read_text(encoding="utf-8")
+    commands = [re.search(rf"`python (-m {tool}.*?)`", page)[1].split()
+                for tool in ("tests.exercise", "pytest")]
+
+    def passes():
+        """Return for each command whether it passes."""
+        return [subprocess.run([sys.executable, *words], cwd=folder, capture_output=True).returncode
+                == 0 for words in commands]
+
+    def write(name, body):
+        """Write a body into the file of its function, and of the copy of this function."""
+        for place in [name, *filter(None, [exercise.COPIES.get(name)])]:
+            path = folder / exercise.file_of(place)
+            text = path.read_text(encoding="utf-8")
+            node, start = exercise.find_body(text, place)
+            lines, indent = text.splitlines(), " " * node.body[0].col_offset
+            lines[start:node.end_lineno] = [indent + line for line in body.strip().splitlines()]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    for name, (body, _) in SOLUTIONS.items():
+        write(name, body)
+    assert passes() == [True, True]
+    right = SOLUTIONS["vit.masking"][0]
+    write("vit.masking", right.replace("noise.argsort(dim=1)", "noise.argsort(dim=1).flip(1)"))
+    assert passes() == [False, False]
 
 
 def test_a_removed_body_ends_a_check_in_words(capsys, monkeypatch):

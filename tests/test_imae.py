@@ -1,4 +1,4 @@
-"""What i-MAE is about: which branch predicts which image, the teacher, separability, pairs."""
+"""What i-MAE is about: which branch predicts which image, the teacher, pairs."""
 
 import math
 import shutil
@@ -9,12 +9,12 @@ import torch
 
 import imae
 import train
-from imae import ALPHAS, IMAE, check_same_class, draw_partners, ridge_r2
+from imae import IMAE, check_same_class, draw_partners
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
 from tests.conftest import TINY, same, stopping_after_two, together
 from tests.test_methods import DECODER, SMALL, TEACHER, build, images_and_noise
-from vit import denormalize, normalize_patches, patchify, to_released
+from vit import normalize_patches, patchify, to_released
 
 
 def pair_and_noise(B=3):
@@ -91,89 +91,6 @@ def test_leak_free_images_know_only_the_mixture():
         a, b = (model.unmix(*pair, 0.5, noise, leak_free=leak_free)[0]
                 for pair in ((x, y), (x + 0.5, y - 0.5)))
         assert all(torch.allclose(p, q, atol=1e-3) == leak_free for p, q in zip(a, b))
-
-
-def test_ridge_r2():
-    """Predicting only each token's mean gives R^2 = 0. A wrong mean lowers R^2."""
-    g = torch.Generator().manual_seed(0)
-    x, A, noise = (torch.randn(*s, generator=g) for s in ((600, 2, 5), (5, 3), (600, 2, 3)))
-    fit, val, linear = slice(0, 500), slice(500, 600), x @ A + 3
-    other = noise + torch.tensor([[[5.0], [-5.0]]])
-    half = x @ A / (x @ A).std() + noise                   # half of the variance is explained
-    x[:, 0] += 5                                           # each token has a mean of its own
-    assert ridge_r2(x[fit], linear[fit], x[val], linear[val]) > 0.999
-    assert abs(ridge_r2(x[fit], other[fit], x[val], other[val])) < 0.1
-    r2, again = (ridge_r2(s * x[fit], half[fit], s * x[val], half[val]) for s in (1, 1e-3))
-    assert abs(r2 - 0.5) < 0.12 and again == pytest.approx(r2)         # at any scale
-    assert ridge_r2(x[fit], linear[fit], x[val], linear[val] + 100) < 0.1
-
-
-@pytest.mark.parametrize("branches, teacher", [(1, TEACHER), (2, TEACHER), (2, None)])
-def test_measures(branches, teacher, spy):
-    """Each alpha has a row. With a teacher, a row has R^2 for each branch, fitted on the training
-    images and scored on the others."""
-    sizes = spy(imae, "ridge_r2", lambda *latents: [len(z) for z in latents])
-    images, model = images_and_noise(18)[0], build("imae", branches=branches, teacher=teacher)
-    measures = model.measures(images[:8], images[8:])
-    ((title, rows),), names = measures.items(), ("subordinate", "dominant")[:branches]
-    assert title.startswith("10 mixtures") and ("fitted on 8 training" in title) == bool(teacher)
-    names = [f"{where} {name}" for where in ("branch", "mixed", "control") for name in names]
-    assert [row["alpha"] for row in rows] == [*ALPHAS] == [i / 20 for i in range(1, 10)]
-    assert all([*row] == ["alpha", "psnr", *(names if teacher else [])] for row in rows)
-    assert sizes == ([[8, 8, 10, 10]] * 9 * len(names) if teacher else [])
-    assert model.measures(images[:8], images[8:17]) == {}
-    flattered = build("imae", norm_pix_loss=True).measures(images[:8], images[8:])
-    assert ["true mean" in title for title in (*measures, *flattered)] == [False, True]
-    noise = model.same_noise(images)                       # one mask for all
-    assert torch.equal(noise, noise[:1].expand_as(noise)) and len(noise[0].unique()) == 24
-
-
-def test_measures_find_what_exists():
-    """Images are noise here, so untrained latents of a mixture tell more of the dominant image than
-    of the other. PSNR equals one computed by hand."""
-    images = torch.randn(300, 3, 16, 24, generator=torch.Generator().manual_seed(4))
-    model, val = build("imae", teacher=TEACHER), images[200:]
-    decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, model.same_noise(val))
-    masked = model.encoder.pixels_of(mask).expand_as(val).bool()
-    error = (denormalize(decoded[0], model) - denormalize(val, model)).square()
-    wanted = torch.stack([-10 * e[m].mean().log10() for e, m in zip(error, masked)]).mean()
-    row = [*model.measures(images[:200], val).values()][0][3]
-    assert row["alpha"] == 0.2 and abs(row["psnr"] - wanted) < 1e-3
-    fit, score = (model.latents(z, 0.2, ("subordinate", "dominant")) for z in (images[:200], val))
-    for source in ("mixed", "control"):                    # computed from the mixture alone
-        assert row[f"{source} subordinate"] < row[f"{source} dominant"] < 0.95
-        for name in ("subordinate", "dominant"):
-            x, y = ((z[source], z[f"teacher {name}"]) for z in (fit, score))
-            assert row[f"{source} {name}"] == pytest.approx(ridge_r2(*x, *y))
-
-    model.teacher["encoder"], model.teacher["decoder_embed"] = model.encoder, model.decoder_embed[0]
-    row = [*model.measures(images[:200], val).values()][0][0]          # weights 0.05 and 0.95
-    assert row["branch dominant"] > 0.9 > 0.3 > row["branch subordinate"]
-
-
-def test_latents_of_many_images():
-    """Each image is mixed with the one before it, also across the pieces of 250 images."""
-    model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
-    whole, end = (model.latents(x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
-    assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
-    whole, end = (model.subordinate_psnr(x, 0.3) for x in (images, images[248:]))
-    assert whole.shape == (252,) and torch.allclose(whole[249:], end[1:], atol=1e-4)
-
-
-def test_figure():
-    """Each alpha has a row: mixture, masked, predicted, visible patches copied in, two targets."""
-    model, (images, _) = build("imae"), images_and_noise()
-    _, rows = model.figures(images[:2])["unmix"]
-    assert rows.shape == (len(ALPHAS), 6, 3, 16, 24)
-    for row, alpha in zip(rows, ALPHAS):
-        assert torch.allclose(row[0], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
-        assert torch.equal(row[4], images[0]) and torch.equal(row[5], images[1])
-        (decoded, _), _ = model.unmix(images[:1], images[1:2], alpha, model.same_noise(images[:1]))
-        assert torch.allclose(row[2], decoded[0], atol=1e-6)
-        masked = row[1] == 0
-        assert masked.float().mean() == 0.75 and torch.equal(row[1][~masked], row[0][~masked])
-        assert torch.equal(row[3], torch.where(masked, row[2], row[0]))
-    assert model.figures(images[:1]) == {}
 
 
 # --------------------------------------------------------------------- pairs in the training loop
@@ -256,6 +173,11 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
         assert model.distill_weight == 1.0
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
+    pretrain("--seed", "1", *micro, name="other")
+    words = ["--method", "imae", "--teacher", "runs/other", "--init", "runs/student"]
+    both = pretrain(*words, "--epochs", "0", name="both")["model"]     # --teacher wins
+    other = train.read_checkpoint("runs/other")["model"]
+    assert all(torch.equal(both[f"teacher.{name}"], other[name]) for name in teacher)
     start = pretrain("--method", "imae", "--init", "runs/mae/last.pt", "--epochs", "0", *micro,
                      name="init")["model"]
     assert "without distillation" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Tests of every method in train.METHODS, including your own: its interface, that it learns, that
-masked pixels do not leak. Some are for the five methods only: golden numbers, recipes, that each
-option does something. (What is special to one method has a file of its own.)"""
+masked pixels do not leak. Some are for the five methods only: recipes, that each option does
+something. (What is special to one method has a file of its own.)"""
 
 import copy
 import math
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import finetune
 import train
 from tests.conftest import ROOT, TINY, same, settings, together
-from tests.golden import distances, load
 from train import METHODS, method_arguments
 from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
                  unpatchify)
@@ -96,18 +95,6 @@ def loss_of(model, images, noise):
 
 methods = pytest.mark.parametrize("name", METHODS)
 cases = pytest.mark.parametrize("name, options", CASES)
-
-
-@pytest.mark.parametrize("fixture, tolerances", [
-    ("mae", (2e-6, 1e-5, 1e-5)), ("crossmae", (2e-6, 1e-5, 1e-5)),
-    ("hypermae", (2e-6, 1e-4, 1e-5)), ("minr_ginr", (2e-6, 3e-5, 5e-6)),
-    ("minr_transinr", (2e-6, 3e-5, 5e-6)), ("imae", (2e-6, 1e-5, 1e-5)),
-    ("finetune_avg", (2e-6, 3e-6, 1e-5))])
-def test_golden(fixture, tolerances):
-    """Loss, predictions and gradients equal the released codes'. (golden.prepare sets the fixture's
-    epsilon; for ours see test_initial_weights.)"""
-    measured = distances(load(ROOT / f"tests/golden/{fixture}.pt"))
-    assert all(d <= most for d, most in zip(measured, tolerances)), measured
 
 
 @cases
@@ -324,7 +311,7 @@ def test_one_batch_overfits(name):
     *[(n, {}) for n in PIXELS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
 def test_a_call_changes_nothing(name, options):
     """A call changes no buffers and no attributes. The loss is float32 under autocast and, for the
-    five methods, even if the model is in bfloat16 or float64."""
+    five methods, even if the model is in bfloat16. (In float64, it is float64.)"""
     model, (images, noise) = build(name, **options).eval(), images_and_noise()
     state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
     loss = loss_of(model, images, noise)
@@ -339,7 +326,8 @@ def test_a_call_changes_nothing(name, options):
     for dtype, off in ((torch.bfloat16, 0.1), (torch.float64, 1e-5)) if name in OPTIONS else ():
         other, x = copy.deepcopy(model).to(dtype), images.to(dtype)
         rounded, again = loss_of(other, x, noise), other.reconstruct(x, noise)[0]
-        assert rounded.dtype == again.dtype == torch.float32 and abs(loss - rounded) < off
+        assert rounded.dtype == torch.promote_types(dtype, torch.float32)
+        assert again.dtype == torch.float32 and abs(loss - rounded) < off
         assert (decoded - again).abs().mean() < off
 
 

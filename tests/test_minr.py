@@ -114,14 +114,3 @@ def test_initial_weights():
     assert model.weights[0].shape == (64, 256) and model.weights[-1].shape == (256, 3)
     assert model.weights[0].std().item() == pytest.approx((64 * 64) ** -0.5, rel=0.05)
     assert model.weights[-1].abs().max().item() == pytest.approx(3 ** -0.5, rel=0.05)
-
-
-def test_figure():
-    """The figure shows images at four times the size, beside bicubically upscaled ones."""
-    model, (images, _) = build("minr"), images_and_noise()
-    _, rendered = model.figures(images)["rendered"]
-    assert rendered.shape == (3, 2, 3, 64, 96)
-    noise = model.encoder.fixed_noise(images)
-    assert torch.allclose(rendered[:, 0], model.render(images, (64, 96), noise), atol=1e-6)
-    upscaled = F.interpolate(model.render(images, (16, 24), noise), (64, 96), mode="bicubic")
-    assert torch.allclose(rendered[:, 1], upscaled, atol=1e-6)

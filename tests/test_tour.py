@@ -3,10 +3,10 @@ as `# (B, 1+K, D)` is compared with the tensors that its line makes. Tests of th
 
 import ast
 import importlib
-import inspect
 import itertools
 import math
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +15,25 @@ from unittest.mock import patch
 import pytest
 import torch
 import torchvision
+from torchvision.io import decode_image
 
 import finetune
 import train
 import vit
-from crossmae import CrossMAE, decoder_attention
+from crossmae import CrossMAE
 from hypermae import HyperMAE
-from imae import IMAE, ridge_r2
+from imae import IMAE
 from mae import MAE
 from minr import MINR
-from tests import tour
+from tests import analyses, tour
 from tests.conftest import ROOT, settings
 from tests.tour import TINY, flatten, letters, main, trace
+from tests.trace import learned
 from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
 
 FILES = [str(ROOT / f"{name}.py")
-         for name in "vit mae crossmae hypermae minr imae finetune".split()]
+         for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
 SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=5, heads=4)
 B, L, RATIO = 10, 143, dict(mask_ratio=0.78)
 DECODER = dict(RATIO, decoder_dim=92, decoder_depth=6, decoder_heads=4)
@@ -74,7 +76,6 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "MINR.decode": dict(N="coords.shape[-2]", a_0="2 * self.ff_dim", b_i="len(bias)"),
     "MINR.forward": dict(N="len(coords)"),
     "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
-    "MINR.figures": dict(rows="len(images)"),
     "IMAE.teach": dict(D_m="self.teacher['encoder'].dim"),
     "ridge_r2": dict(N="len(x_val)", T="x.shape[1]", a="x.shape[2]", b="y.shape[2]"),
     "evaluate": dict(b="len(images)"),
@@ -152,15 +153,15 @@ def runs():
         model, sizes = cls(**SIZES, **cases[0]), dict(B=B, **cases[0])
         if cls is MAE:
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes, True
-            yield lambda: decoder_attention(model, images), model, sizes, False
+            yield lambda: analyses.decoder_attention(model, images), model, sizes, False
         elif cls is IMAE:
             yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes, True
-            yield lambda: model.latents(images, 0.3, ("a", "b")), model, sizes, False
-            yield lambda: model.subordinate_psnr(images, 0.3), model, sizes, False
+            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes, False
+            yield lambda: analyses.subordinate_psnr(model, images, 0.3), model, sizes, False
         elif cls is not HyperMAE:
-            yield lambda: model.figures(images[:4]), model, dict(sizes, B=4), False
+            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4), False
     x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
-    yield lambda: ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
+    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
     for kind in ("grid", "block"):
         yield lambda: mask_noise(kind, B, (11, 13)), model, sizes, True
     yield lambda: to_released(model), model, sizes, False
@@ -249,168 +250,215 @@ def test_every_shape_comment_is_tested(found):
 
 # ---------------------------------------------------------------------------------------- the page
 class Reader(HTMLParser):
-    """Reads a page into `rows`, {(file, line): [code, what it made]}, and `text`. Asserts that tags
-    are closed in order and that nothing is loaded from elsewhere."""
+    """Reads a page into `text`, and `rows`, {(file, line): what the line made}. Asserts that tags
+    are closed in order, that links lead somewhere, and that nothing is loaded from elsewhere."""
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.rows, self.text = [], {}, ""
-        self.place, self.file, self.column = None, "", ""
+        self.open, self.text = [], ""
         self.feed(page)
-        assert self.open == []
+        ids = re.findall(r' id="(.*?)"', page)
+        assert self.open == [] and "<script" not in page and len(ids) == len({*ids})
+        assert {*re.findall(r'(?:href="#|popovertarget=")(.*?)"', page)} <= {*ids}
+        rows = r'title="([\w.]+)"> *(\d+)</i> .*?</pre><div class="made">(.*?)<div>'
+        self.rows = {(file, int(i)): re.sub("<.*?>", "", made)
+                     for file, i, made in re.findall(rows, page)}
 
     def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
+        self.open += [tag] * (tag not in ("meta", "img", "br"))
         given = dict(attributes)
         assert given.get("href", "#")[0] == "#" and given.get("src", "data:").startswith("data:")
-        self.column = given.get("class", tag if tag == "pre" else self.column)
-        self.file = given.get("title", self.file)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
         self.text += data
-        if self.open[-1:] == ["i"]:
-            self.place = self.file, int(data)
-            self.rows.setdefault(self.place, ["", ""])
-        elif self.place and self.column in ("pre", "made"):
-            self.rows[self.place][self.column == "made"] += data
 
 
-@pytest.mark.parametrize("name", [*train.METHODS, "train"])
-def test_page(name, tmp_path, monkeypatch, capsys):
-    """The page is well-formed and small. It has every line of forward, encode and decode, or of a
-    training step, in order, with the shapes that the line makes."""
-    monkeypatch.chdir(tmp_path)
-    main([name])
-    assert f"see     tour_{name}.html" in capsys.readouterr().out
-    page = Path(f"tour_{name}.html").read_text(encoding="utf-8")
-    reader = Reader(page)
-    assert len(page) < 1.5e6 and "<script" not in page
-    cls, functions, calls = train.METHODS.get(name), [train.train_epoch, train.train_step], []
-    if cls:
-        model, images = train.load_model(ROOT / f"tests/models/{name}.pt"), torch.rand(1, 3, 32, 32)
-        functions = [cls.forward, cls.encode, cls.decode]
-        with torch.no_grad():
-            calls = [*flatten(trace(lambda: model.eval()(images), FILES))]
-    for function in functions:
-        file = inspect.getsourcefile(function)
-        table = tour.statements(file)
-        lines, start = inspect.getsourcelines(function)
-        rows = {i: row for (where, i), row in reader.rows.items() if where == Path(file).name}
-        for i in range(start, start + len(lines)):
-            if i in table and table[i].node is not table[i].definition.body[0]:    # no docstring
-                code = re.sub(r"(^|  +)# .*", "", lines[i - start]).strip()
-                assert code in rows[i if i in rows else table[i].first][0]
-    for call in calls:
-        for step in call.steps:
-            s, shapes = step.statement, [str(tuple(x.shape)) for x in sum(step.made, []) if x.ndim]
-            if s.definition.name in ("forward", "encode", "decode") and s.path == file and not (
-                    s.only_names or isinstance(s.node, ast.For)):
-                made = "".join(rows[i][1] for i in range(s.first, s.last + 1) if i in rows)
-                assert all(shape in made for shape in shapes[:1] + shapes[-1:]), (s.first, made)
-    assert "def require" not in reader.text                # it makes no tensors
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Return {name: page} for the methods and a training step."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in [*train.METHODS, "train"]:
+        main([name, "--out", str(folder / name)])
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", train.METHODS)
+def test_page(name, pages):
+    """The page is well-formed and small. It has the lines of forward with the shapes that they
+    make (CrossMAE's page leaves patches out), each picture once, and links from the diagram and
+    from the paper's order to lines."""
+    page, reader = pages[name], Reader(pages[name])
+    assert len(page) < 1e6 and "def require" not in reader.text        # it makes no tensors
+    model = train.load_model(ROOT / f"tests/models/{name}.pt")
+    with torch.no_grad():
+        call, = trace(lambda: model(torch.rand(1, 3, 32, 32)), FILES)
+    for step in call.steps:
+        s, made = step.statement, [x for x in sum(step.made, []) if x.ndim]
+        if made and not s.only_names and not isinstance(s.node, ast.For) and name != "crossmae":
+            assert str(tuple(made[0].shape)) in reader.rows[f"{name}.py", s.last]
     shown = re.findall(r'src="(.*?)"', page.split('<div class="call">', 1)[1])
-    assert len(shown) == len({*shown}) > 8                 # each picture once
-    if cls:
-        order = [*reader.rows]                             # as called: patches before blocks
-        first, later = (order.index(("vit.py", inspect.getsourcelines(function)[1]))
-                        for function in (vit.ViT.embed, vit.Block.forward))
-        assert first < later
-        items, ids = re.findall(r'popovertarget="(.*?)"', page), re.findall(r' id="(.*?)"', page)
-        assert items and {*items, *re.findall(r'href="#(.*?)"', page)} <= {*ids}
-        assert len(ids) == len({*ids})
-        for line, code in re.findall(r'<a href="#line-(\d+)">.*?>(\w+)', page):     # the diagram's
-            assert re.search(rf"\b{code}\b", reader.rows[f"{name}.py", int(line)][0])
-        assert len(re.findall('<a href="#line-', page)) >= 10
-    else:
-        assert re.search(r"norms of gradients: mask_token [\d.]+, encoder [\d.]+", reader.text)
-        batch, given = [made for code, made in reader.rows.values() if re.search(
-            "for step, .images, labels|yield dataset.images", code)]
-        assert "images (8, 3, 32, 32)" in batch and "(8, 3, 32, 32), (8,)" in given
-    assert name != "minr" or "g_i = [0, 16, 0, 0, 0]" in reader.text
+    assert len(shown) == len({*shown}) > 8
+    source = (ROOT / f"{name}.py").read_text().splitlines()
+    for line, code in re.findall(rf'<a href="#{name}.py-(\d+)"><text.*?>(\w+)', page):
+        assert re.search(rf"\b{code}\b", source[int(line) - 1])
+    assert len(re.findall('href="#[^>]*><text', page)) >= 10
+    assert len(re.findall('href="#[^>]*>\\w+.py', page)) >= 4 or name == "minr"
+
+
+def test_first_pictures(pages):
+    """i-MAE's page begins with both images and their mixture, CrossMAE's with the weights of its
+    feature maps; it leaves patches out. Each shows the attention of one patch."""
+    for name, captions in dict(imae=("x_1", "x_2", "0.3 x_1 + 0.7 x_2", "masked"),
+                               crossmae=("in the loss: 16 of 48 masked patches",),
+                               mae=("decode, last block: attention of the blue patch",),
+                               minr=("encode, last block: attention of the last token",)).items():
+        top = pages[name].split('<div class="call">')[0]
+        shown = re.findall(r"<figcaption>(.*?)</figcaption>", top)
+        assert all(any(x.startswith(caption) for x in shown) for caption in captions)
+    weights = train.load_model(ROOT / "tests/models/crossmae.pt").map_weights()
+    table = re.search(r'class="numbers">(.*?)</table>', pages["crossmae"])[1]
+    assert table.count("<td") == 20 and f">{weights[0, 0]:.2f}<" in table
+    text = {name: Reader(page).text for name, page in pages.items()}
+    assert "P = 16" in text["crossmae"] and "g_i = [0, 16, 0, 0, 0]" in text["minr"]
+    assert "M = 48" not in text["hypermae"]                # there, M is a matrix
+
+
+def test_training_step(pages):
+    """The page opens at train_step. After the step, the loss of the same batch is lower."""
+    reader = Reader(pages["train"])
+    order = [x for x in re.findall(r"def (\w+)", reader.text) if x.startswith("train")]
+    assert order == ["train_step", "train_epoch"] and "attention of the blue" in reader.text
+    assert reader.text.count("norms of gradients: mask_token ") == 1
+    after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", reader.text)
+    lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
+    before, = [reader.rows["mae.py", i].split()[-1] for i, line in lines if " loss = " in line]
+    assert 0 < float(after[1]) < float(before)
+
+
+def test_attention():
+    """The attention of one patch is the mean over heads, at the patches' places; others are grey.
+    Without ids_keep among the arguments, tokens are in raster order."""
+    encoder = MAE(**TINY, **MAE.low_res_config).encoder
+    ids_keep, ids_mask, _ = encoder.mask(torch.rand(1, 3, 32, 48), torch.rand(1, 96), 0.75)
+    q, k, order = *torch.randn(2, 1, 4, 97, 20), torch.cat([ids_keep, ids_mask], dim=1)[0]
+    ids = dict(ids_keep=ids_keep, ids_mask=ids_mask)
+    weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3)[0].mean(0)
+    call, shown, center = SimpleNamespace(inputs=dict(x=q)), [], 4 * 12 + 6
+    with patch.object(tour, "png", lambda x, *_: shown.append(x)):
+        tour.attention(call, dict(q=q, k=k), ids, encoder)
+        tour.attention(call, dict(ids, q=q, k=k), {}, encoder)
+        few = dict(q=q[:, :, :25], k=k[:, :, :25])
+        tour.attention(call, dict(ids, **few), ids, encoder)
+        assert tour.attention(call, few, {}, encoder) == ""            # places are unknown
+    i = (order == center).nonzero().item()
+    raster = torch.arange(96)
+    for picture, row, places in ((shown[0], 1 + i, order), (shown[1], 1 + center, raster)):
+        expected = tour.heat(torch.zeros(1, 96).index_copy(1, places, weights[row:row + 1, 1:]))
+        expected[:, 0, center] = torch.tensor([0, 0.3, 1])
+        assert torch.allclose(picture, expected.view(3, 8, 12), atol=1e-4)
+    assert (shown[2] == tour.GREY).all(0).sum() == 72
 
 
 def test_pictures():
-    """Attention is the mean over heads and queries. It is shown at the patches' places, as patches
-    are, and the rest is grey."""
-    model, images = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48)
+    """Patches are shown at their places, large matrices in part, small ones as numbers, and images
+    in their first three channels or in grey."""
+    model, images, shown = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48), []
     ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
-    names, q, k = dict(ids_keep=ids_keep, ids_mask=ids_mask), *torch.randn(2, 1, 4, 97, 20)
-    weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3).mean((0, 1, 2))[1:]
-    shown, said, matrix = [], [], torch.randn(1, 300, 301)
-    with patch.object(tour, "png", lambda x, _, text: shown.append(x) or said.append(text) or ""):
-        tour.attention(dict(names, q=q, k=k), model.encoder)
-        tour.attention(dict(ids_keep=ids_keep, q=q[:, :, :25], k=k[:, :, :25]), model.encoder)
-        patches = patchify(images, 4)
-        tour.picture("", patches[0, ids_mask[0]][None], "(B, M, p*p*C)", names, model)
-        tour.picture("order", torch.randperm(96)[None], "(B, L)", names, model)
-        tour.picture("", matrix, "", names, model)
-    expected = torch.zeros(96).index_copy(0, torch.cat([ids_keep, ids_mask], 1)[0], weights)
-    assert torch.allclose(shown[0], tour.heat(expected.view(8, 12)), atol=1e-4)
+    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
+        patches = patchify(images, 4)[0, ids_mask[0]][None]
+        tour.picture("", patches, "(B, M, p*p*C)", dict(ids_mask=ids_mask), model)
+        tour.picture("order", torch.randperm(96)[None], "(B, L)", {}, model)       # all: no picture
+        tour.picture("", torch.randn(1, 300, 301), "", {}, model)
     masked = model.encoder.pixels_of(torch.ones(1, 96).scatter(1, ids_keep, 0))[0, 0] > 0
-    assert (shown[1][:, masked[::4, ::4]] == tour.GREY).all() and (shown[2][:, ~masked] == tour.GREY
-                                                                   ).all()
-    assert torch.allclose(shown[2][:, masked], denormalize(images, model)[0][:, masked])
-    assert shown[3].shape == (3, 75, 101)                  # at most 96 rows and 144 columns
-    assert len(shown) == 4                                 # an order of all patches would be white
-    for text, x in ((said[0], weights), (said[3], matrix)):
-        assert text.endswith("{:.2g} to {:.2g}".format(*x.aminmax()))
-    assert not re.search(r"\b0 to", said[1])               # patches without attention do not count
-    model(images)[0].backward()
+    assert torch.allclose(shown[0][:, masked], denormalize(images, model)[0][:, masked])
+    assert (shown[0][:, ~masked] == tour.GREY).all() and shown[1].shape == (3, 60, 101)
+    assert len(shown) == 2 and ">-7.00</td>" in tour.picture(
+        "", torch.full((3, 4), -7.0), "", {}, model)
+    assert tour.png(images[0, :2], 32) == tour.png(images[0, :1].expand(3, -1, -1), 32)
+    assert tour.png(torch.cat([images[0], images[0]]), 32) == tour.png(images[0], 32)
+
+
+def test_norms():
+    """The page of a training step shows the norms of a part's gradients and of its change."""
+    torch.manual_seed(0)
+    model, weights, norms = MAE(**TINY, **MAE.low_res_config), {}, []
+    model(torch.rand(1, 3, 32, 48))[0].backward()
+    for code, name in ("loss.backward()", "gradients"), ("optimizer.step()", "changes"):
+        text = learned(code, dict(loss=0, net=model), weights)
+        norms.append(float(re.match(f"norms of {name}: .*encoder ([\\d.e-]+)", text)[1]))
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
     whole = torch.cat([p.grad.flatten() for p in model.encoder.parameters() if p.requires_grad])
-    assert tour.gradient_norms(model)["encoder"] == pytest.approx(whole.norm().item(), 1e-3)
+    assert norms == pytest.approx([whole.norm().item(), whole.norm().item() / 2], 0.06)
+    assert learned("x = model(y)", dict(net=model), weights) == ""
 
 
-def test_comments_and_what_a_line_made():
-    """A comment's shapes are split from its words. A line that ran several times shows the last
-    tensor of each shape. Images without a name in the caller are drawn, e.g. MINR's masked ones."""
+def test_comments():
+    """A comment's shapes are split from its words. Runs of a line are told apart."""
     for comment in ("(N, b_i), then (B, N, b_i)", "(..., dim)", "scalar", "(C, 1) or (B, C, 1)"):
-        assert tour.split_comment(f"# {comment} item 1") == (comment, "item 1")
+        assert tour.split_comment(f"# {comment}; item 1") == (comment, "item 1")
     assert tour.split_comment("# by its mean (Sec. 3)") == ("", "by its mean (Sec. 3)")
-    ran = [SimpleNamespace(statement=SimpleNamespace(targets=["x"]), made=[[torch.full(shape, i)]])
-           for i, shape in enumerate([(2, 3), (2, 3), (2, 4)])]
-    for steps, last in ((ran[:2], [0, 1]), (ran, [1, 2])):
-        assert [x[0, 0] for _, x in tour.made_by(steps)] == last
-    model, images = MINR(**TINY, **MINR.low_res_config).eval(), torch.rand(1, 3, 32, 48)
-    with torch.no_grad():
-        call, = trace(lambda: model(images), FILES)
-    layers, = [step for step in call.steps if step.statement.targets == ["layers"]]
-    assert "(1, 64, 64)" in tour.numbers_of(tour.made_by([layers]))
-    assert tour.numbers_of([], [SimpleNamespace(values=[999.5, 1000, "x"])]) == "999.5"
-    seen = []
-    with patch.object(tour, "pictures", lambda made, *_: seen.extend(made) or ""):
-        tour.section(call, model)
-    masked = images * (1 - model.encoder.pixels_of(call.steps[0].made[-1][0]))
-    assert any(name == "images" and torch.equal(x, masked) for name, x in seen)
+    ran = [SimpleNamespace(statement=SimpleNamespace(targets=["x"]), made=[[torch.ones(2)]])] * 2
+    assert [name for name, _ in tour.made_by(ran)] == ["x, run 1 of 2", "x, run 2 of 2"]
 
 
-FORK = """
+FORK = '''"""A fork.
+
+Pixels are by default normalised (Sec. 9).
+"""
 import torch
 from mae import MAE
 
 class Flipped(MAE):
+    """A fork.
+
+    Args:
+        option: what it is for (Table 10, 2b)
+    """
+    mean, std, pairs = (0.5,), (0.5,), "views"
+    reconstruct = property()                               # raises AttributeError: there is none
+
+    def forward(self, images, noise=None, views=None):
+        """Docstring (A.1)."""
+        # a comment (Sec. 3.2)
+        # in two lines
+        views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
+        result = super().forward(images, noise)
+        self.encoder(views)
+        return result
+
     def decode(self, latent, ids_keep, ids_mask, P):
         x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
         return super().decode(x, ids_keep, ids_mask, P)
-"""
+'''
 
 
 def test_own_method(tmp_path, monkeypatch):
-    """Your own method, in its own file, needs nothing in tour.py. What looks like HTML in its code
-    does not become HTML."""
+    """Your own method, in its own file, needs nothing in tour.py, no `reconstruct` and no three
+    channels; `views` get another crop. What looks like HTML in its code does not become HTML. The
+    paper's order has its references, but none of other papers."""
     (tmp_path / "flipped.py").write_text(FORK)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(train.METHODS, "flipped", importlib.import_module("flipped").Flipped)
+    cls = importlib.import_module("flipped").Flipped
+    monkeypatch.setitem(train.METHODS, "flipped", cls)
     out = tmp_path / "a.html"
     main(["flipped", "--out", str(out)])
     reader = Reader(out.read_text())
-    code, made = reader.rows["flipped.py", 7]
-    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in code and "(B, 1+K, D) (1, 25, 80)" in made
-    assert '<i> "other" & way' in reader.text and ("mae.py", 85) in reader.rows
+    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in reader.text
+    assert reader.rows["flipped.py", 27].strip() == "(B, 1+K, D) (1, 25, 80)"
+    assert '<i> "other" & way' in reader.text and "mae.py, MAE.decode" in reader.text
     assert "<svg" not in out.read_text()                   # MAE's diagram would be wrong
+    assert "views (1, 1, 32, 48)" in reader.text and "its second view" in reader.text
+    assert "a comment (Sec. 3.2) in two lines<br>eq. 1" in out.read_text()
+    figure = re.search('"encode, last block.*?base64,(.*?)"', out.read_text())[1]     # not of views
+    assert (decode_image(torch.frombuffer(bytearray(b64decode(figure)), dtype=torch.uint8)) == 204
+            ).all(0).float().mean() == 0.75                # grey
+    assert "normalised (here: not)" in reader.text and "norm_pix_loss = False" in reader.text
+    assert [(reference, code) for reference, _, _, code in tour.paper_order(cls)] == [
+        ("Sec. 3.2", "views = views + 0"), ("Appendix A.1", "Flipped.forward"),
+        ("eq. 1", "views = views + 0"), ("Table 2b", "option"), ("Table 10", "option")]
 
 
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
@@ -422,11 +470,11 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
                "runs/new/last.pt")
     torchvision.utils.save_image(torch.rand(3, 100, 182), "a.png")
     seen = []
-    with patch.object(tour, "strip_of", lambda model, image, _: seen.append(image) or ""):
-        main(["mae", "--checkpoint", "runs/new", "--image", "a.png", "--out", "x.html"])
+    with patch.object(tour, "strip_of", lambda model, inputs, _: seen.append(inputs[0]) or ""):
+        main(["mae", "--checkpoint", "runs/new", "--image", "a.png"])
     image = 255 * denormalize(seen[0], MAE)[0]
     assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
-    text = " ".join(Reader(Path("x.html").read_text()).text.split())
+    text = " ".join(Reader(Path("tour_mae.html").read_text()).text.split())
     assert "from runs/new, in evaluation mode, on a.png" in text and "norm_pix_loss=True" in text
     assert "L = 143p = 5D = 76K = 31M = 112E = 92" in text
     refused(main, ["mea"], "'mea'", "imae")
@@ -434,7 +482,27 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
     refused(main, ["train", "--image", "a.png"], "train takes no --checkpoint and no --image")
     Path("text").write_text("no image")
-    refused(main, ["mae", "--image", "text"], "--image text: give another image file")
+    for file in ("text", "none.png"):
+        refused(main, ["mae", "--image", file], f"--image {file}: give another image file")
     for method, most in (("mae", 1), ("imae", 2)):
-        main([method, "--image", *["a.png"] * most])
         refused(main, [method, "--image", *["a.png"] * (most + 1)], f"takes at most {most}")
+
+
+def test_screenshots():
+    r"""They are as wide as the README shows them, so that the text is sharp. To make them:
+
+        python -m tests.tour mae
+        sed 's/<details open>/<details>/g
+             s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
+            tour_mae.html > rows.html
+        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
+            --screenshot=.github/tour.png "file://$PWD/rows.html"
+
+    With --blink-settings=preferredColorScheme=0, the page is dark: .github/tour_dark.png.
+    """
+    pixels = []
+    for name in ("tour", "tour_dark"):
+        picture = torchvision.io.read_image(str(ROOT / f".github/{name}.png"))
+        assert picture.shape[1] <= 500 and picture.shape[2] == 830
+        pixels.append(picture[0, -2, 2])
+    assert pixels[0] > 200 > 60 > pixels[1]

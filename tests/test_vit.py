@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests.conftest import ROOT, same
 from tests.golden import load
-from vit import (SIZES, Block, ViT, denormalize, from_released, mask_noise, masking, normalize,
-                 pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of, to_released,
-                 transfer, unpatchify, visible_count)
+from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,
+                 normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of,
+                 to_released, transfer, unpatchify, visible_count)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
@@ -144,7 +145,7 @@ def test_what_does_not_fit():
             (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
             (lambda: vit(dim=0), "dim 0 must be a positive multiple of 4"),
             (lambda: vit(img_size=(13, 12)), "13x12 is not a multiple of .* 2x4"),
-            (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4; try 8x12 or 8x16"),
+            (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4"),
             (lambda: vit()(images), r"images are \(3, 8, 12\), but .* needs \(5, 8, 12\)"),
             *((lambda noise=noise: vit().mask(images, noise, 0.5), r"have \(2, 12\)")
               for noise in (torch.rand(2, 9), torch.rand(1, 12))),
@@ -172,9 +173,11 @@ def state():
 
 
 def test_released_names_both_ways(state):
-    model = mae()
-    assert transfer(model, from_released({"model": state})) == ([], [])    # with the outer "model"
-    assert same(to_released(model), state)
+    """Names and values are as before, also with the outer "model" and the prefixes of wrappers."""
+    for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module."):
+        model, theirs = mae(), {prefix + name: value for name, value in state.items()}
+        assert transfer(model, from_released({"model": theirs}), (4, 4)) == ([], [])
+        assert same(to_released(model), state)
 
 
 @pytest.mark.parametrize("lost, added", [
@@ -186,24 +189,43 @@ def test_another_decoder_is_not_loaded(lost, added, state):
     theirs = from_released({**kept, **added})
     before = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
     rest = sorted(k for k in theirs if not k.startswith("encoder."))
-    assert transfer(model, theirs) == (sorted(before), rest)
+    assert transfer(model, theirs, (4, 4)) == (sorted(before), rest)
     assert torch.equal(model.encoder.cls_token, state["cls_token"])
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
 
 
-def test_transfer_of_norm_and_extra_tokens(state):
-    """Norm and extra tokens may be missing on one side. Teachers are not transferred."""
+def test_transfer_of_norm_and_extra_tokens():
+    """Norm and extra tokens may be missing on one side."""
     one, other = nn.Module(), nn.Module()
     one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
                                   for norm, extra in ((False, 2), (True, 0)))
     norm, extra = ["encoder.norm.bias", "encoder.norm.weight"], ["encoder.extra_tokens"]
-    one.teacher, tokens = mae(), one.encoder.extra_tokens.clone()
-    assert transfer(one, {**other.state_dict(), "teacher.x": tokens}) == (extra, norm)
+    tokens = one.encoder.extra_tokens.clone()
+    assert transfer(one, other.state_dict(), (4, 4)) == (extra, norm)
     assert torch.equal(one.encoder.extra_tokens, tokens)
     assert torch.equal(one.encoder.cls_token, other.encoder.cls_token)
-    assert transfer(other, one.state_dict()) == (norm, extra)
-    assert transfer(one, {**one.state_dict(), "encoder.extra_tokens": 2 * tokens}) == ([], [])
+    assert transfer(other, one.state_dict(), (4, 4)) == (norm, extra)
+    state = {**one.state_dict(), "encoder.extra_tokens": 2 * tokens}
+    assert transfer(one, state, (4, 4)) == ([], [])
     assert torch.equal(one.encoder.extra_tokens, 2 * tokens)
+
+
+def test_transfer_of_a_teacher():
+    """A teacher is loaded into a model that has one of the same shapes. Otherwise, what is not
+    loaded is named. Either way, the decoder is loaded."""
+    def model(depth):
+        teacher = dict(dim=8, depth=depth, heads=2) if depth else None
+        return IMAE(8, 4, 3, 16, 1, 2, teacher, decoder_dim=8, decoder_depth=1, decoder_heads=2)
+
+    one, two, none = model(1), model(2), model(0)
+    names = {m: sorted(k for k in m.state_dict() if k.startswith("teacher.")) for m in (one, two)}
+    for target, source, missing, unused in (
+            (model(1), one, [], []), (model(0), one, [], names[one]),
+            (model(1), none, names[one], []), (model(1), two, names[one], names[two])):
+        kept = {k: v.clone() for k, v in target.state_dict().items() if k in missing}
+        assert transfer(target, source.state_dict(), (2, 2)) == (missing, unused)
+        loaded = {k: v for k, v in source.state_dict().items() if k not in unused}
+        assert same(target.state_dict(), {**loaded, **kept})
 
 
 def test_transfer_says_what_does_not_fit(state):
@@ -213,7 +235,7 @@ def test_transfer_says_what_does_not_fit(state):
     del state["norm.bias"], state["blocks.1.norm1.weight"]
     state.update({"blocks.2.ls1.gamma": torch.zeros(32), "cls_token": torch.zeros(1, 1, 8)})
     with pytest.raises(ValueError) as error:
-        transfer(model, from_released(state))
+        transfer(model, from_released(state), (4, 4))
     assert str(error.value) == (
         "encoder.blocks.1.norm1.weight: the file has nothing, the model (32,); "
         "encoder.blocks.2.ls1.gamma: the file has (32,), the model nothing; "
@@ -225,14 +247,14 @@ def test_transfer_interpolates_positions(state, capsys):
     """Positions of encoder and decoder come from a released square grid or from any other grid,
     even one with the same number of patches."""
     model = mae((48, 64))
-    transfer(model, from_released(state))
+    transfer(model, from_released(state), (4, 4))
     said = capsys.readouterr().out.splitlines()
     for part, name in (("pos_embed", "encoder.pos_embed"), ("decoder_pos_embed",) * 2):
         wanted = resize_pos_embed(state[part], (4, 4), (6, 8))
         assert torch.equal(model.state_dict()[name], wanted)
         assert f"interpolated to (6, 8) patches: {name}" in said
     del state["mask_token"]                                # another decoder is not loaded
-    transfer(model, from_released(state))
+    transfer(model, from_released(state), (4, 4))
     assert "decoder_pos_embed" not in capsys.readouterr().out
     one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2)
                   for size in ((8, 32), (32, 8)))
@@ -255,6 +277,9 @@ def test_sizes_of():
         sizes_of(shapes(64, 3), "x")
     state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
     assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
+    for count in (25, 1 + 16 * 8):                         # no class token; not a square grid
+        with pytest.raises(InputError, match=f"x has {count} positions, which are not those of a "):
+            sizes_of({**state, "encoder.pos_embed": torch.zeros(1, count, 1)}, "x", 8)
     state["encoder.patch_embed.weight"] = torch.zeros(64, 5 * 8 * 8)
     with pytest.raises(ValueError, match="320 values, which are not square RGB patches"):
         sizes_of(state, "x", 8)

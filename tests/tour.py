@@ -5,9 +5,11 @@
     python -m tests.tour train                         # one training step, including the optimizer
 
 The page, tour_METHOD.html, shows the code that ran: docstrings and comments are on the left, shapes
-and pictures of what each line made on the right. A click on a line with a triangle opens what it
-calls. The five methods' pages open with a diagram, whose names lead to their lines. Lines are found
-by tracing, so your own method needs nothing in this file. No page needs a network or JavaScript.
+and pictures of what each line made on the right. Click a line with a triangle to open the functions
+it calls. A table leads from the paper's sections and equations to the lines. Lines are found by
+tracing, so your own method needs nothing in this file. No page needs a network or JavaScript.
+
+tests/test_tour.py (test_screenshots) says how the README's screenshots are made.
 """
 
 import argparse
@@ -17,15 +19,13 @@ import math
 import re
 import sys
 import textwrap
-import tokenize
 from base64 import b64encode
 from contextlib import redirect_stdout
-from functools import lru_cache
 from html import escape
 from io import BytesIO, StringIO
 from pathlib import Path
+from string import Template
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -33,139 +33,19 @@ import torchvision
 
 import train
 from tests import diagrams
+from tests.trace import flatten, statements, tensors, trace
 from train import METHODS, center_crop, load_model, read_image
-from vit import InputError, denormalize, normalize, require, unpatchify, visible_count
+from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = [ROOT / f"tests/models/images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
+VIT = str(ROOT / "vit.py")
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
-# --------------------------------------------------------------------------------------- the tracer
-@lru_cache
-def statements(path):
-    """Return {line: the statement in it} for the functions of a file. The statement of a loop or a
-    condition is its header. Each has path, node (ast), function, definition (the function's node),
-    first and last line, and comments {line: text}; `above` has the comments on lines before it.
-    `targets` is the code of what it assigns or appends. `only_names`: it returns only names.
-    `parts` {line: code} has a list's elements if several of its lines have comments."""
-    with open(path, "rb") as file:
-        tokens = [x for x in tokenize.tokenize(file.readline) if x.type == tokenize.COMMENT]
-    comments, table = {x.start[0]: x.string for x in tokens}, {}
-    alone = {x.start[0] for x in tokens if x.line.strip() == x.string}
-
-    def visit(parent, function, definition):
-        for node in ast.iter_child_nodes(parent):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                visit(node, f"{function}.{node.name}".strip("."), node)
-            else:
-                if isinstance(node, ast.stmt):
-                    add(node, function, definition)
-                visit(node, function, definition)
-
-    def add(node, function, definition):
-        last = node.end_lineno
-        if hasattr(node, "body"):                          # "if x: return" is one line
-            last = max(node.lineno, node.body[0].lineno - 1)
-        lines, start = range(node.lineno, last + 1), node.lineno
-        while start - 1 in alone:
-            start -= 1
-        own = {i: comments[i] for i in lines if i in comments and i not in alone}
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        targets = [ast.unparse(x) for target in targets if target for x in ast.walk(target)
-                   if isinstance(x, (ast.Name, ast.Attribute, ast.Subscript))
-                   and isinstance(x.ctx, ast.Store)]
-        appended = re.match(r"([\w.]+)\.append\(", ast.unparse(node))
-        elements = [x for part in ast.walk(node) if isinstance(part, ast.List) for x in part.elts]
-        parts = {x.end_lineno: ast.unparse(x) for x in elements if x.end_lineno in own}
-        kinds = {type(x) for x in ast.walk(node)}
-        table.update(dict.fromkeys(lines, SimpleNamespace(
-            path=path, node=node, function=function, definition=definition, first=lines[0],
-            last=last, comments=own, above={i: comments[i] for i in range(start, lines[0])},
-            targets=[f"{appended[1]}[-1]"] if appended else [x for x in targets if x != "_"],
-            only_names=kinds <= {ast.Return, ast.Tuple, ast.Name, ast.Load},
-            parts=parts if len(own) > 1 else {})))
-
-    visit(ast.parse(Path(path).read_text()), "", None)
-    return table
-
-
-def tensors(value):
-    """Return the list of all tensors in a value, which may be a nested tuple, list or dict."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = [*value.values()]
-    return [x for part in value for x in tensors(part)] if isinstance(value, (list, tuple)) else []
-
-
-def trace(work, paths):
-    """Run work() and return the calls of functions in the files `paths`. A call has `function` (its
-    name), `path`, `inputs` (its arguments, {name: value}) and `steps`. A step has `statement`,
-    `values` (what it assigned, appended, returned or yielded), `made` (the tensors in each value),
-    `parts` {line: value}, `names` (the variables after it, {name: value}), `calls` (the calls
-    inside it) and `gradients` (their norms, {name: norm}, if it called backward)."""
-    paths, outside = {str(path) for path in paths}, SimpleNamespace(calls=[])
-    running = [SimpleNamespace(step=outside)]
-
-    def enter(frame, event, arg):
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if path not in paths or name.startswith("<"):      # [... for ...] is part of its line
-            return None
-        table, inputs = statements(path), dict(frame.f_locals)
-        call = SimpleNamespace(function=name, path=path, inputs=inputs, steps=[], step=None)
-        running[-1].step.calls.append(call)
-        running.append(call)
-
-        def value_of(code, frame):
-            try:
-                return eval(code, frame.f_globals, frame.f_locals)
-            except NameError:                              # before the first run of a loop
-                return None
-
-        def follow(frame, event, arg):
-            now = call.step and call.step.statement
-            statement = table.get(frame.f_lineno, now) if event == "line" else now
-            if now and (event == "return" or statement is not now):
-                call.step.values = [value_of(x, frame) for x in now.targets] or [arg]
-                call.step.made = [tensors(value) for value in call.step.values]
-                call.step.names = dict(frame.f_locals)
-                if ".backward(" in ast.unparse(now.node):
-                    call.step.gradients = gradient_norms(frame.f_locals["net"])
-                call.steps.append(call.step)
-            if statement is not now:
-                parts = {i: value_of(x, frame) for i, x in statement.parts.items()}
-                call.step = SimpleNamespace(statement=statement, parts=parts, calls=[],
-                                            gradients={})
-            if event == "return":
-                running.pop()
-            return follow
-        return follow
-
-    previous = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        work()
-    finally:
-        sys.settrace(previous)
-    return outside.calls
-
-
-def gradient_norms(model):
-    """Return {name: norm of the gradients} for each part of a model."""
-    parts = {}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            parts.setdefault(name.split(".")[0], []).append(p.grad.norm())
-    return {name: torch.stack(norms).norm().item() for name, norms in parts.items()}
-
-
-def flatten(calls):
-    """Yield the calls and all calls inside them."""
-    for call in calls:
-        yield call
-        for step in call.steps:
-            yield from flatten(step.calls)
+def skipped(model):
+    """Return the number of masked patches that CrossMAE does not predict; 0 in other methods."""
+    return getattr(model, "skipped", getattr(model, "unpredicted", 0))
 
 
 def letters(model):
@@ -179,8 +59,8 @@ def letters(model):
         sizes.update(K=K, M=h * w - K)
     if hasattr(model, "decoder_pos_embed"):
         sizes.update(E=model.decoder_pos_embed.shape[2])
-    if hasattr(model, "unpredicted"):                      # CrossMAE
-        sizes.update(P=sizes["M"] - model.unpredicted)
+    if hasattr(model, "map_weights"):                      # CrossMAE
+        sizes.update(P=sizes["M"] - skipped(model))
     if hasattr(model, "map_ids"):
         sizes.update(n=len(model.map_ids))
     if hasattr(model, "weight_tokens"):                    # HyperMAE
@@ -193,7 +73,8 @@ def letters(model):
 def made_by(steps):
     """Return [(name, tensor)] for the tensors that the runs of a line made. Of three or more runs,
     only the last tensor of each shape is kept. With two runs (i-MAE's branches), all are kept."""
-    made = [(name, x) for step in steps
+    runs = [f", run {i} of 2" for i in (1, 2)] if len(steps) == 2 else [""] * len(steps)
+    made = [(name + run, x) for step, run in zip(steps, runs)
             for name, part in zip(step.statement.targets or [""], step.made) for x in part]
     return made if len(steps) < 3 else [*{x.shape: (name, x) for name, x in made}.values()]
 
@@ -210,7 +91,7 @@ def split_comment(text):
     """Split a comment into the shapes that it begins with, e.g. "(B, K), (B, M)", and its words."""
     shape = r"(?:\((?:\.{3}|[^().;:])*,[^().;:]*\)(?: each)?|scalar\b)"
     found = re.match(rf"# *({shape}(?:,?(?: or| then)? {shape})*|)(.*)", text)
-    return found[1], found[2].strip(", ")
+    return found[1], found[2].strip(", ").lstrip(";:. ")
 
 
 # ------------------------------------------------------------------------------------- the pictures
@@ -218,7 +99,9 @@ GREY = 0.8                                                 # where a picture has
 
 
 def png(x, height, text=""):
-    """Return an image (3,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption."""
+    """Return an image (C,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption. Of
+    three or more channels, the first three are shown; otherwise the first, in grey."""
+    x = x[:3] if len(x) >= 3 else x[:1]
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
     file = BytesIO()
@@ -230,8 +113,17 @@ def png(x, height, text=""):
 
 def heat(x):
     """Colour a matrix (h,w): negative blue, 0 white, positive orange. Returns (3,h,w) in [0, 1]."""
-    x = x / x.abs().quantile(0.99).clamp(min=1e-9)
+    x = (x / x.abs().quantile(0.99).clamp(min=1e-9)).clamp(-1, 1)
     return torch.stack([1 + 0.8 * x.clamp(max=0), 1 - 0.45 * x.abs(), 1 - 0.9 * x.clamp(min=0)])
+
+
+def number_table(x, text):
+    """Return a small matrix as HTML, a table of coloured numbers with a caption."""
+    colours = (255 * heat(x).clamp(0, 1)).int().permute(1, 2, 0).tolist()
+    rows = ["".join(f'<td style="background:rgb{tuple(colour)}">{number:.2f}</td>'
+                    for number, colour in zip(*row)) for row in zip(x.tolist(), colours)]
+    return (f'<div class="numbers"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>'
+            f"{escape(text)}</div>")
 
 
 def places_of(n, names, encoder):
@@ -242,19 +134,48 @@ def places_of(n, names, encoder):
     return torch.arange(n) if n == encoder.num_patches else None
 
 
-def attention(names, encoder):
-    """Return a picture of the attention to each patch, as HTML, from the queries `q` and keys `k`
-    (B,heads,n,d) in `names`."""
-    q, k, L = names["q"], names["k"], encoder.num_patches
-    weights = (q @ k.mT / k.shape[3] ** 0.5).softmax(dim=3)[0].mean((0, 1))    # (n,)
-    keep, rest = [names.get(name) for name in ("ids_keep", "ids_mask")]
-    places = torch.arange(L) if rest is None else torch.cat([keep, rest], dim=1)[0]
-    places = places if len(weights) > L else keep[0]       # otherwise, only visible ones
-    grid = torch.full((L,), torch.nan).index_copy(0, places, weights[1:1 + len(places)])
-    shown = heat(grid.nan_to_num(0).view(encoder.grid))
-    low, high = (f"{x:.2g}" for x in grid[~grid.isnan()].aminmax())
-    return png(shown.where(~grid.view(encoder.grid).isnan(), GREY), 128,
-               f"attention to each patch, mean over heads and queries: {low} to {high}")
+def attention(call, names, given, encoder):
+    """Return a picture of one token's attention to the patches, as HTML, from q and k (B,heads,n,d)
+    in `names`. The token is the last one after the patches, e.g. a weight token, or otherwise the
+    central patch, which is blue. `given` {name: value}: the arguments of the functions that lead
+    here. Without ids_keep in them, tokens are in raster order."""
+    q, k, L, (h, w) = names["q"][0], names["k"][0], encoder.num_patches, encoder.grid
+    ids = [x for x in map(given.get, ("ids_keep", "ids_mask")) if torch.is_tensor(x)]
+    if k.shape[1] <= L:                                    # k (heads,n,d): only visible patches
+        ids = [names["ids_keep"]] if torch.is_tensor(names.get("ids_keep")) else []
+    elif given.get("ids_keep") is None:
+        ids = [torch.arange(L)[None]]
+    keys = places = torch.cat(ids, dim=1)[0] if ids else torch.arange(0)
+    crossed = sum(map(torch.is_tensor, call.inputs.values())) > 1      # queries are other patches
+    if crossed:
+        places = places_of(q.shape[1], names, encoder)
+    if places is None or not 0 < len(keys) < k.shape[1]:
+        return ""                                          # it is unknown which patches these are
+    index, place, who = q.shape[1] - 1, None, "the last token (no patch)"
+    if crossed or q.shape[1] == 1 + len(places):
+        i = ((places // w - h // 2) ** 2 + (places % w - w // 2) ** 2).argmin().item()
+        index, place, who = i + (not crossed), places[i], "the blue patch"
+    weights = (q[:, [index]] @ k.mT / k.shape[2] ** 0.5).softmax(dim=2).mean((0, 1))       # (n,)
+    grid = torch.full((L,), torch.nan).index_copy(0, keys, weights[1:1 + len(keys)])
+    shown = heat(grid.nan_to_num(0)[None])[:, 0].where(~grid.isnan(), GREY)
+    if place is not None:
+        shown[:, place] = torch.tensor([0, 0.3, 1])
+    return png(shown.view(3, h, w), 128, f"attention of {who}, up to {weights[1:].max():.2g}")
+
+
+def draw_attention(call, encoder, names=None, given=None, path=()):
+    """Give each step that computes attention a picture, `drawn`, and yield the names of the
+    functions that lead to it with the picture. super().forward() is not named."""
+    names, given = {**(names or {}), **call.inputs}, {**(given or {}), **call.inputs}
+    for step in call.steps:
+        known = {**names, **step.names}
+        if "scaled_dot_product" in step.statement.code and {"q", "k"} <= {*known}:
+            step.drawn = attention(call, known, given, encoder)
+            yield path, step.drawn
+        for inner in step.calls:
+            is_super = inner.function == "forward" and inner.inputs.get("self") is names.get("self")
+            more = () if is_super else (inner.function,)
+            yield from draw_attention(inner, encoder, known, given, (*path, *more))
 
 
 def picture(name, x, letters, names, model, text=""):
@@ -263,17 +184,18 @@ def picture(name, x, letters, names, model, text=""):
     encoder, (*_, n, size) = model.encoder, (0, 0, *x.shape)
     (H, W), (p, q) = encoder.img_size, encoder.patch_size
     L, C = encoder.num_patches, encoder.in_chans
-    side = max(128, min(H, 160))
-    is_image = x.ndim == 4 and x.shape[2:] == (H, W)
+    side = max(64, min(H, 160))
+    is_image = x.ndim == 4 and x.shape[1] in (1, C) and x.shape[2:] == (H, W)
     if is_image and x.shape[1] == 1 or x.ndim == 2 and size in (L, H * W) and len(x) < 9 and (
             x.dtype != torch.long):
         grid = x[0].float().view(encoder.grid if x[0].numel() == L else (H, W))
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
-            return png(1 - grid.expand(3, -1, -1), side, f"{text}black: 1, masked")
-        return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
+            return png(1 - grid[None], side, f"{text}black: 1, masked")
+        if C > 1 or not is_image:
+            return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
     if x.ndim == 2 and x.dtype == torch.long and size < L and 0 <= x.min() <= x.max() < L:
-        grid = torch.zeros(L).index_fill(0, x[0], 1).view(encoder.grid)
-        return png(grid.expand(3, -1, -1), side, f"white: {name or 'these patches'}")
+        grid = torch.zeros(L).index_fill(0, x[0], 1).view(1, *encoder.grid)
+        return png(grid, side, f"white: {name or 'these patches'}")
     image, places = None, places_of(n, names, encoder)
     if is_image:
         image = torch.cat([*F.pad(x[:4].float(), (0, 1), value=torch.nan)], dim=2)[..., :-1]
@@ -287,12 +209,14 @@ def picture(name, x, letters, names, model, text=""):
         image = image / 255 if x.max() > 20 else denormalize(image, model)
         return png(image.nan_to_num(GREY), side, text)
     matrix = x[0] if x.ndim == 3 else x
-    if not x.is_floating_point() or matrix.ndim != 2 or min(matrix.shape) < 8:
+    if not x.is_floating_point() or matrix.ndim != 2 or min(matrix.shape) < 3:
         return ""
+    if max(matrix.shape) <= 8:
+        return number_table(matrix, text)
     text = f"{text}{matrix.min():.2g} to {matrix.max():.2g}"
-    matrix = matrix[::math.ceil(len(matrix) / 96), ::math.ceil(size / 144)].float()
+    matrix = matrix[::math.ceil(len(matrix) / 64), ::math.ceil(size / 144)].float()
     rows, columns = matrix.shape
-    return png(heat(matrix), rows * max(1, min(192 // columns, 160 // rows)), text)
+    return png(heat(matrix), rows * max(1, min(192 // columns, 72 // rows)), text)
 
 
 def pictures(made, letters, names, model):
@@ -304,35 +228,60 @@ def pictures(made, letters, names, model):
     return "".join(shown[i] for i in sorted(best))
 
 
+# ------------------------------------------------------------------------------- the paper's order
+KINDS = ["Sec.", "Appendix", "eq.", "Algorithm", "Figure", "Table"]
+NUMBER = r"(?:[A-H]\.)?\d+(?:\.\d+)*[a-z]?(?:-\d+)?\b"
+CITED = re.compile(                                        # a word; kind and numbers, or only A.1
+    r"(?:(\w+)[\s#]+)?\b(?:(Sec|Section|Appendix|eq|Algorithm|Figure|Table)\b\.?[\s#]+"
+    rf"({NUMBER}(?:(?:,[\s#]+|[\s#]+and[\s#]+){NUMBER})*)|([A-H]\.\d+(?:\.\d+)*))\b")
+
+
+def paper_order(cls):
+    """Return [(reference, path, line, code)] for the references to a method's paper in its file and
+    in vit.py: sections, appendices, equations, algorithms, figures, tables, each in order. The code
+    is a line's, or the name of the function or argument that a docstring describes."""
+    found, others = set(), {"ViT", "DeiT", "BEiT", *(x.__name__ for x in METHODS.values())}
+    for path in {inspect.getfile(cls), VIT}:
+        text = Path(path).read_text(encoding="utf-8").split("\n# Paper and release")[0]
+        for match in CITED.finditer(text):
+            line, source = text.count("\n", 0, match.end()) + 1, [*text.splitlines(), ""]
+            while source[line - 1].strip().startswith("#"):            # a comment above its code
+                line += 1
+            s = statements(path).get(line)
+            own = match[1] == cls.__name__ or path != VIT and match[1] not in others
+            if not own or s is None or s.definition is None:
+                continue
+            code = source[line - 1].split("  #")[0].strip()
+            if s.node is s.definition.body[0] and isinstance(s.node, ast.Expr):    # a docstring
+                code, arguments = s.function, re.findall(
+                    r"(?m)^ +(\w[\w, ]*): ", "\n".join(source[s.first:line]))
+                if isinstance(s.definition, ast.ClassDef):
+                    code = [code, *arguments][-1]
+                else:
+                    line = s.definition.lineno
+            kind = next((x for x in KINDS if x[:2] == str(match[2])[:2]), "Appendix")
+            for n in re.findall(NUMBER, match[3] or match[4]):
+                found.add(("Appendix" if n[0].isalpha() else kind, n, path, line, code))
+    return [(f"{kind} {n}", *rest) for kind, n, *rest in sorted(found, key=lambda x: (
+        KINDS.index(x[0]), [i.zfill(3) for i in re.findall(r"\d+|\w", x[1])], x[2] == VIT, x[3]))]
+
+
+def paper_table(cls, html):
+    """Return paper_order as HTML. Lines that are in the page, `html`, are links."""
+    rows, shown = [], {*re.findall(r'<i title="([\w.]+)"> *(\d+)<', html)}
+    for reference, path, line, code in paper_order(cls):
+        file, s = Path(path).name, statements(path).get(line)
+        place, start = f"{file} {line}", str(s.first if s else line)
+        if (file, start) in shown:
+            place = f'<a href="#{file}-{start}">{place}</a>'
+        words = reference, place, f"<code>{escape(code)}</code>"
+        rows.append(f'<tr>{"".join(f"<td>{x}</td>" for x in words)}</tr>')
+    return ("<details><summary>▸ In the paper's order: sections, equations, algorithms, figures, "
+            f'tables, and their lines</summary><table class="note">{"".join(rows)}</table>'
+            "</details>") * bool(rows)
+
+
 # ----------------------------------------------------------------------------------------- the page
-STYLE = """
-* { box-sizing: border-box } h1 { font-size: 1.6em; line-height: 1.2 }
-:root { color-scheme: light dark; --blue: light-dark(#0550ae, #79b8ff) }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1320px; margin: auto; padding: 12px }
-pre, code { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace; margin: 0;
-  white-space: pre-wrap; overflow-wrap: anywhere }
-.top, .letters { display: flex; flex-wrap: wrap; gap: 0 16px }
-.idea { flex: 1 1 420px } .strip { flex: 0 1 580px } .off pre { opacity: .45 }
-svg { max-width: 100%; height: auto } a .code { fill: var(--blue) } :target { background: #fc06 }
-img { image-rendering: pixelated; max-width: 100%; display: block; outline: 1px solid #8883 }
-figure { display: inline-block; vertical-align: top; margin: 4px 12px 4px 0 }
-figcaption { font-size: 12px; width: 0; min-width: max(100%, 8em) }
-.row { display: grid; grid-template-columns: 27fr 46fr 27fr; gap: 2px 20px; padding: 3px 6px }
-.note, .made, figcaption { font-size: 13px; line-height: 1.4 }
-.note, figcaption, i { color: light-dark(#59636e, #9aa4af); font-style: normal }
-.call { border-left: 3px solid #8884; margin: 6px 0 10px; padding-left: 4px }
-.title { background: #8881; border-radius: 6px } b, button { color: var(--blue); font-weight: 600 }
-summary { cursor: pointer; list-style: none } summary pre::before { content: "▸ " }
-details[open] > summary pre::before { content: "▾ " }
-button { font: inherit; background: none; border: 0; padding: 0; text-decoration: underline }
-[popover] { max-width: 36em; padding: 14px 18px; border: 1px solid #8888; border-radius: 8px }
-@media (max-width: 820px) { .row { grid-template-columns: 1fr } }
-@media print { ::details-content { content-visibility: visible; display: block }
-  .row, figure { break-inside: avoid } [popover] { display: block; position: static } }
-"""
-VIT = str(ROOT / "vit.py")
-
-
 def as_html(text, path):
     """Return a note as HTML: code in backticks, and "item 3" as a button that shows its text."""
     button = rf'<button type="button" popovertarget="{Path(path).stem}-\g<0>">\g<0></button>'
@@ -352,76 +301,91 @@ def items_of(path):
         f"</div>" for n, text in items)
 
 
-def section(call, model, names=None):
-    """Return a call as HTML: the function's header and docstring, then its statements as in the
-    file, each with its calls below. Calls are open at first, except those in vit.py; of these, the
-    ones that make no tensors are left out. `names` {name: value} are the callers' variables."""
-    path, definition = call.path, call.steps[0].statement.definition
-    table, left = statements(path), definition.col_offset
-    source, runs, names = Path(path).read_text().splitlines(), {}, names or {}
-    file, doc = escape(Path(path).name), ast.get_docstring(definition)
-    for step in call.steps:
-        runs.setdefault(step.statement.first, []).append(step)
+def row(path, left, first, last, note, made, kind="row"):
+    """Return lines of a file as HTML, without comments and the first `left` columns, between a note
+    and what they made."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[first - 1:last]
+    lines = [*filter(str.strip, [re.sub(r"(^|  +)# .*", "", x)[left:] for x in lines])]
+    for i, line in enumerate(lines):
+        number = " " * 5 if i else f'<i title="{escape(Path(path).name)}">{first:>4}</i> '
+        indent = 9 + len(line) - len(line.lstrip())        # of a line that is too long
+        lines[i] = f'<span style="--n:{indent}ch">{number}{escape(line)}</span>'
+    return (f'<div class="{kind}"><div class="note">{note}</div><pre>{"".join(lines)}</pre>'
+            f'<div class="made">{made}</div></div>') * bool(lines)
 
-    def row(first, last, note, made, kind="row"):
-        """Return lines of the file as HTML, between a note and what they made."""
-        lines = [re.sub(r"(^|  +)# .*", "", x)[left:] for x in source[first - 1:last]]
-        code = escape("\n".join(filter(str.strip, lines)))
-        return (f'<div class="{kind}"><div class="note">{as_html(note, path)}</div><pre>'
-                f'<i title="{file}">{first}</i> {code}</pre><div class="made">{made}</div></div>'
-                ) * bool(code)
 
-    names, inputs = {**names, **call.inputs}, call.inputs.items()
-    words = [f"{file}, {call.steps[0].statement.function}", *[
+def title(call, names, model):
+    """Return the header and docstring of a function as HTML, with its arguments."""
+    path, definition, inputs = call.path, call.steps[0].statement.definition, call.inputs.items()
+    words = [f"{escape(Path(path).name)}, {call.steps[0].statement.function}", *[
         f"<b>{name}</b> {tuple(x.shape) if torch.is_tensor(x) else x}" for name, x in inputs
         if torch.is_tensor(x) or isinstance(x, (int, float))]]
     images = [(name, x) for name, x in inputs if torch.is_tensor(x) and x.ndim == 4]
     words.append(f"<div>{pictures(images, '', names, model)}</div>")
-    html = [row(definition.lineno, definition.body[0].lineno - 1, doc or "", "<br>".join(words),
-                "row title")]
-    first = definition.body[doc is not None].lineno
+    return row(path, definition.col_offset, definition.lineno, definition.body[0].lineno - 1,
+               as_html(ast.get_docstring(definition) or "", path), "<br>".join(words), "row title")
+
+
+def cells(s, first, i, steps, known, model):
+    """Return the lines first ... i of a statement as a row of HTML. `steps`: its runs."""
+    own, left = {j: x for j, x in s.comments.items() if first <= j <= i}, s.definition.col_offset
+    above = " ".join(x.lstrip("# ") for x in s.above.values() if first == s.first)
+    told = [split_comment(x) for x in [f"# {above}", *own.values()]]
+    letters = ", ".join(filter(None, [shape for shape, _ in told]))
+    notes = "<br>".join(as_html(text, s.path) for _, text in told if text)
+    makers = [] if s.only_names or i < s.last else steps
+    made = made_by(makers)
+    words = [numbers_of(made, makers)]
+    if i in s.parts:
+        together = [f"together {words[0]}"] if words[0] else []
+        made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
+        words = [numbers_of(made), *together]
+    if len(steps) > 1 and (made or steps[-1].calls):
+        words.append(f"× {len(steps)}")
+    options = vars(known.get("self", s)) if steps else {}
+    for name in re.findall(r"\bself\.(\w+)\b(?!\()", s.code if i == s.last else ""):
+        if isinstance(options.get(name), (bool, int, float, str)):
+            words.append(f"{name} = {options[name]}")
+    words += [step.notes for step in steps[-1:]]
+    drawn = getattr(steps[-1], "drawn", "") if steps else ""
+    return row(s.path, left, first, i, notes, f"<b>{escape(letters) * bool(steps)}</b> "
+               f"{escape(', '.join(filter(None, words)))}<div>"
+               f"{drawn or pictures(made, letters, known, model)}</div>",
+               "row" if steps else "row off")
+
+
+def section(call, model, names=None):
+    """Return a call as HTML: the function's header and docstring, then its statements as in the
+    file, each with its calls below. Calls are open at first, except those in vit.py. Those that
+    make no tensors are left out. `names` {name: value} are the callers' variables."""
+    path, definition, runs = call.path, call.steps[0].statement.definition, {}
+    for step in call.steps:
+        runs.setdefault(step.statement.first, []).append(step)
+    names = {**(names or {}), **call.inputs}
+    html = [title(call, names, model)]
+    first = definition.body[ast.get_docstring(definition) is not None].lineno
     for i in range(first, definition.end_lineno + 1):
-        s = table.get(i)
+        s = statements(path).get(i)
         if s is None or s.definition is not definition:    # `else:`, or a nested function
-            html.append(row(i, i, "", "", "row" if s is None else "row off"))
+            html.append(row(path, definition.col_offset, i, i, "", "",
+                            "row" if s is None else "row off"))
             first = i + 1
             continue
         if i < s.last and i not in s.parts:                # a row is a statement or a part of one
             continue
-        steps, comments = runs.get(s.first, []), {**s.above, **s.comments}
+        steps = runs.get(s.first, [])
         if isinstance(s.node, ast.For):                    # a loop also ends in its header
             steps = steps[:-1] or steps
-        told = [split_comment(comments[j]) for j in comments if j <= i and (
-            j >= first or first == s.first)]
-        letters = ", ".join(filter(None, [shape for shape, _ in told]))
-        notes = " ".join(text for _, text in told)
         known = {**names, **steps[-1].names} if steps else names
-        makers = [] if s.only_names or i < s.last else steps
-        made = made_by(makers)
-        words = [numbers_of(made, makers)]
-        if i in s.parts:
-            together = [f"together {words[0]}"] if words[0] else []
-            made = [("", x) for step in steps[-1:] for x in tensors(step.parts[i])]
-            words = [numbers_of(made), *together]
-        called = {c.steps[0].statement.definition: c for step in steps for c in step.calls
-                  if c.path != VIT or any(any(x.made) for y in flatten([c]) for x in y.steps)}
-        calls = [*called.values()] if i == s.last else []  # the last of several runs
-        if len(steps) > 1 and (made or calls):
-            words.append(f"× {len(steps)}")
-        if steps and steps[-1].gradients:
-            norms = [f"{part} {norm:.2g}" for part, norm in steps[-1].gradients.items()]
-            words.append(f"norms of gradients: {', '.join(norms)}")
-        shown = pictures(made, letters, known, model)
-        if steps and "scaled_dot_product" in source[i - 1]:
-            shown = attention(known, model.encoder)
-        cells = row(first, i, notes, f"<b>{escape(letters) * bool(steps)}</b> "
-                    f"{escape(', '.join(filter(None, words)))}<div>{shown}</div>",
-                    "row" if steps else "row off")
-        if calls:
-            here = " open" * any(c.path != VIT for c in calls)
-            inner = "".join(section(c, model, known) for c in calls)
-            cells = f"<details{here}><summary>{cells}</summary>{inner}</details>"
-        html.append(cells)
+        shown = cells(s, first, i, steps, known, model)
+        called = {c.steps[0].statement.definition: c for step in steps for c in step.calls}
+        makers = [c for c in called.values() if any(any(x.made) for y in flatten([c])
+                                                    for x in y.steps)]
+        if makers and i == s.last:                         # the last of several runs
+            here = " open" * any(c.path != VIT for c in makers)
+            inner = "".join(section(c, model, known) for c in makers)
+            shown = f"<details{here}><summary>{shown}</summary>{inner}</details>"
+        html.append(shown)
         first = i + 1
     return f'<div class="call">{"".join(html)}</div>'
 
@@ -435,107 +399,170 @@ def once(html):
 
 def link(svg, html, file):
     """Link each name in a diagram to the first row of a file that assigns it or else uses it."""
-    rows = re.findall(rf'<i title="{file}">(\d+)</i> (.*?)</pre>', html, re.DOTALL)
+    rows = re.findall(rf'<i title="{file}"> *(\d+)</i> (.*?)</pre>', html)
 
     def lead(found):
         uses = r"def {0}\(|^[\w, ]*\b{0}\b[\w, ]* = ", r"\b{0}\b(?!\.mask\()"
         lines = [i for use in uses for i, code in rows if re.search(use.format(found[1]), code)]
-        return f'<a href="#line-{lines[0]}">{found[0]}</a>' if lines else found[0]
-    svg = re.sub(r'<text class="code"[^>]*>(\w+).*?</text>', lead, svg)
-    for i in {*re.findall(r'"#line-(\d+)"', svg)}:
-        html = html.replace(f'<i title="{file}">{i}<', f'<i id="line-{i}" title="{file}">{i}<', 1)
-    return svg, html
+        return f'<a href="#{file}-{lines[0]}">{found[0]}</a>' if lines else found[0]
+    return re.sub(r'<text class="code"[^>]*>(\w+).*?</text>', lead, svg)
 
 
-def page(text, about, known, strip, call, model):
+def page(text, about, known, strip, call, model, more=""):
     """Return the whole page: the method's diagram, the file's docstring `text`, a line `about` the
-    run, the letters' numbers {letter: n}, a strip of captioned images, and a traced call."""
-    file, diagram, lines = Path(call.path), "", once(section(call, model))
+    run, the letters' numbers {letter: n}, a strip of captioned images, a traced call, and `more`
+    HTML below it."""
+    file, diagram, paper = Path(call.path), "", ""
+    lines = once(section(call, model) + more)
     if file.stem in diagrams.METHODS and file.stem == type(model).__module__:
-        diagram, lines = link(diagrams.draw(file.stem), lines, file.name)
+        diagram = link(diagrams.draw(file.stem), lines, file.name)
+    if file.stem != "train":
+        paper = paper_table(type(model), lines)
+    for name, i in {*re.findall(r'href="#([\w.]+)-(\d+)"', diagram + paper)}:
+        lines = re.sub(rf'<i (?=title="{name}"> *{i}<)', f'<i id="{name}-{i}" ', lines, count=1)
     title, _, idea = text.replace("`", "").partition("\n")
-    parts = [f"<pre>{escape(textwrap.dedent(part))}</pre>" if part.startswith("    ") else
-             f"<p>{escape(part)}</p>" for part in idea.strip("\n").split("\n\n")]
+    if not getattr(model, "norm_pix_loss", True):
+        idea = re.sub(r"by default\s+normalised|normalised\s+by default", r"\g<0> (here: not)",
+                      idea)
+    parts, legend = [], ""
+    for part in idea.strip("\n").split("\n\n"):
+        if part.startswith("    "):
+            legend += f"<pre>{escape(textwrap.dedent(part))}</pre>"
+        else:
+            parts.append(f"<p>{escape(part)}</p>")
     files = sorted({inner.path for inner in flatten([call])})
     spans = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
-            f'{STYLE}</style></head><body><h1>{escape(title)}</h1>{diagram}<div class="top"><div '
-            f'class="idea">{"".join(parts)}</div><div class="strip">{strip}</div></div><div '
-            f'class="letters">{spans}</div><p class="note">{escape(about)}</p><p class="note">A '
-            f"line with ▸ opens what it calls; an item's number opens its text. Grey lines did "
-            f"not run. × 4: the line ran four times; its last run is shown. Blue shapes are the "
-            f"file's own comments, with this run's sizes. Each picture is shown once, on its own "
-            f"scale: blue is negative, white 0, orange positive. Grey patches are not in the "
-            f"tensor. Of a matrix, at most 96 rows (tokens or pixels) and 144 columns are shown."
-            f"</p>{lines}{''.join(map(items_of, files))}</body></html>")
+    return Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).substitute(
+        title=escape(title), diagram=diagram, idea="".join(parts), strip=strip, legend=legend,
+        letters=spans, about=escape(about), paper=paper, lines=lines,
+        items="".join(map(items_of, files)))
 
 
 # ------------------------------------------------------------------------------- the command line
-def strip_of(model, image, noise):
-    """Return a row of captioned images: the image, masked, decoded, visible patches copied."""
-    decoded, mask = model.reconstruct(image, noise)
-    all_trained = getattr(model, "loss_on", "masked") == "all"
-    images = {"image": image, "masked": image.where(model.encoder.pixels_of(mask) == 0, torch.nan),
-              "decoded" if all_trained else "decoded; the loss ignores visible patches": decoded,
-              "decoded, visible patches copied": model.encoder.copy_visible(decoded, image, mask)}
-    return "".join(png(denormalize(x, model)[0].nan_to_num(GREY), 128, name)
-                   for name, x in images.items())
+def strip_of(model, inputs, calls):
+    """Return captioned pictures of a run as HTML: the images, what is masked, what is predicted,
+    the weights of CrossMAE's feature maps, and attention in `encode` and in `decode`."""
+    encoder, (image, noise, *more) = model.encoder, inputs
+    shown, seen, decoded = {"image": image}, image, {}
+    if len(more) == 2:                                     # i-MAE: a partner, and a weight
+        seen, (x_1, x_2) = model.mix_images(image, *more)
+        shown = {"x_1": x_1, "x_2": x_2, f"{more[1]:g} x_1 + {1 - more[1]:g} x_2": seen}
+        decoded = dict(zip(("x_1 (subordinate), ", "x_2 (dominant), "),
+                           model.unmix(image, *more, noise)[0]))
+    elif more:
+        shown["its second view"] = more[0]
+    if len(more) < 2 and hasattr(model, "reconstruct"):
+        decoded = {"": model.reconstruct(image, noise)[0]}
+    _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
+    shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
+    for name, x in decoded.items():
+        shown[f"{name}predicted; visible patches copied"] = encoder.copy_visible(x, seen, mask)
+    if skipped(model):
+        ids = ids_mask[:, skipped(model):]
+        mask = torch.zeros_like(mask).scatter(1, ids, 1)
+        shown[f"in the loss: {ids.shape[1]} of {ids_mask.shape[1]} masked patches"] = image.where(
+            encoder.pixels_of(mask) > 0, torch.nan)
+    html = [png(denormalize(x, model)[0].nan_to_num(GREY), 128, name) for name, x in shown.items()]
+    if hasattr(model, "map_weights"):
+        html.append(number_table(model.map_weights(), "weights of the feature maps: a row for each "
+                                 "decoder block, a column for each map"))
+    drawn = [*draw_attention(calls[0], encoder)]
+    for part in ("encode", "decode"):
+        html += [x.replace("attention", f"{part}, last block: attention")
+                 for path, x in drawn if path[:1] == (part,) and x][-1:]
+    return "".join(html)
+
+
+def explained(sizes, docs):
+    """Return the sizes {letter: n} that the first docstring with a legend explains, e.g. L in "L
+    patches"."""
+    text = next(doc for doc in docs if "B images" in doc)
+    return {k: n for k, n in sizes.items()
+            if k in "BCHW" or n and re.search(rf"\b{k}(?=\s+[a-z=])", text)}
 
 
 def tour_method(args):
     """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
-    path = args.checkpoint or ROOT / f"tests/models/{args.method}.pt"
+    path, more = args.checkpoint or ROOT / f"tests/models/{args.method}.pt", ""
     if args.checkpoint or path.exists():
         model = load_model(path)
     else:                                                  # a method of your own
-        path, model = "random weights", cls(**TINY, **cls.low_res_config)
+        path = "random weights"
+        model = cls(**{**TINY, "in_chans": len(cls.mean), **getattr(cls, "low_res_config", {})})
     require(type(model) is cls, f"{path} is not of method {args.method}")
-    H, W = model.encoder.img_size
-    most = 1 + hasattr(cls, "pairs")
+    if not args.checkpoint and args.method == "crossmae":  # show that patches can be left out
+        model.skipped = model.unpredicted = model.encoder.num_patches // 2
+        more = ("Here, prediction_ratio is 0.25. This model was trained with 0.75, i.e. on all "
+                "masked patches, but its weights fit any ratio. ")
+    (H, W), C = model.encoder.img_size, model.encoder.in_chans
+    pairs = getattr(cls, "pairs", False)                   # True: pairs; "views": two crops of each
+    most = 2 if pairs is True else 1
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     files, images = [*args.image, *IMAGES[len(args.image):most]], []
     for file in files:
         try:
-            images.append(center_crop(read_image(file), (H, W), 1))
+            image = read_image(file)
         except Exception as error:                         # a broken file can raise anything
             raise InputError(f"--image {file}: give another image file ({error})") from None
+        for fraction in (1, 0.7) if pairs == "views" else (1,):
+            crop = center_crop(image, (H, W), fraction).float()
+            grey = crop.mean(0, keepdim=True)              # for one channel, or a fourth
+            images.append(torch.cat([crop] * (C > 2) + [grey] * C)[:C])
     image, *partner = normalize(torch.stack(images), model).split(1)
-    inputs = [image, model.encoder.fixed_noise(image)]
-    if partner:
-        inputs += [*partner, 0.3]                          # the weight of the image
+    inputs = [image, model.encoder.fixed_noise(image), *partner, *[0.3] * (pairs is True)]
+    bases = [inspect.getfile(x) for x in cls.__mro__ if issubclass(x, torch.nn.Module)]
     with torch.no_grad():
-        calls = trace(lambda: model.eval()(*inputs), [inspect.getfile(cls), *ROOT.glob("*.py")])
-        strip = strip_of(model, *inputs[:2])
+        calls = trace(lambda: model.eval()(*inputs), [*bases[:-1], *ROOT.glob("*.py")])
+        strip = strip_of(model, inputs, calls)
     text = sys.modules[cls.__module__].__doc__ or cls.__name__
     sizes = {"B": 1, **letters(model)}
     if hasattr(model, "to_columns"):                       # MINR: numbers for each layer
         outputs = [len(bias) for bias in model.biases]
         sizes.update(N=H * W, a_i=[2 * model.ff_dim, *outputs[:-1]], b_i=outputs,
                      g_i=[model.tokens_per_layer.get(i, 0) for i in range(len(outputs))])
-    known = {k: n for k, n in sizes.items()                # explained, as in "L patches"
-             if k in "BCHW" or re.search(rf"\b{k}(?= [a-z=])", text)}
-    options = [f"{name}={getattr(model, name)}" for name in inspect.signature(cls).parameters
-               if not isinstance(getattr(model, name, model), (dict, torch.nn.Module))]
+    if hasattr(model, "weight_tokens"):                    # HyperMAE's M is a matrix
+        del sizes["M"]
+    options = []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        value = getattr(model, name, model)
+        if not isinstance(value, (dict, torch.nn.Module)):
+            default = "" if value == parameter.default else f" (default {parameter.default})"
+            options.append(f"{name}={value}{default}")
     path, *files = (str(x).removeprefix(f"{ROOT}/") for x in (path, *files))
-    about = (f"{args.method} from {path}, in evaluation mode, on {' and '.join(files)}. Options: "
-             f"{', '.join(options)}.")
-    return text, about, known, strip, calls[0], model
+    about = (f"{args.method} from {path}, in evaluation mode, on {' and '.join(files)}. {more}"
+             f"Options: {', '.join(options)}.")
+    docs = [sys.modules[x.__module__].__doc__ or "" for x in (*cls.__mro__, ViT)]
+    return text, about, explained(sizes, docs), strip, calls[0], model
 
 
 def tour_train(args):
-    """Return the arguments of `page` for a training step on eight images, from train_epoch on."""
+    """Return the arguments of `page` for a training step on eight images: train_step, and below it
+    train_epoch, which calls it."""
     require(not args.checkpoint and not args.image, "train takes no --checkpoint and no --image")
     words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
              "--device cpu --workers 0 --runs").split()
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         calls = trace(lambda: train.main([*words, folder]),
                       [ROOT / "train.py", ROOT / "vit.py", ROOT / "mae.py"])
-    call, = [call for call in flatten(calls) if call.function == "train_epoch"]
-    model, about = call.inputs["net"], f"Options: {' '.join(words[:-1])}."
-    return train.__doc__, about, {"B": 8, **letters(model)}, "", call, model
+    epoch, = [call for call in flatten(calls) if call.function == "train_epoch"]
+    outer, = [step for step in epoch.steps for call in step.calls if call.function == "train_step"]
+    call, = outer.calls
+    outer.calls = []                                       # shown above it
+    forward = next(inner for inner in flatten([call]) if inner.function == "forward")
+    model, images, noise = (forward.inputs[name] for name in ("self", "images", "noise"))
+    with torch.no_grad():
+        loss = model(images, noise)[0]
+    for step in call.steps:
+        if "changes" in step.notes:
+            step.notes += f"; then, the loss of the same batch and masks is {loss:.4g}"
+    more = ("<details><summary>▸ train_epoch: reads batches, sets the learning rate, and calls "
+            f"train_step</summary>{section(epoch, model)}</details>")
+    about = f"Options: {' '.join(words[:-1])}."
+    list(draw_attention(call, model.encoder))              # gives steps their pictures
+    known = explained({"B": 8, **letters(model)}, [sys.modules["mae"].__doc__])
+    return train.__doc__, about, known, "", call, model, more
 
 
 def main(argv=None):
@@ -549,7 +576,6 @@ def main(argv=None):
     option("--image", metavar="FILE", nargs="+", default=[],
            help="image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
-    
     args = parser.parse_args(argv)
     out = Path(args.out or f"tour_{args.method}.html")
     try:
