@@ -280,8 +280,7 @@ def analyse_file(path, args):
     only_pairs = isinstance(model, IMAE)                   # only i-MAE needs training images
     tables, pictures = analyse(model, images_of(train) if only_pairs else None, images_of(val))
     for title, rows in tables.items():
-        print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="
-")
+        print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="\n")
     for name, (caption, columns) in pictures.items():
         picture = path.with_name(f"{name}.png")
         save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
