@@ -208,6 +208,7 @@ class CrossMAE(nn.Module):
                                              leak_free)                # (B, C, H, W)
         return decoded, mask
 
+
 def choose_maps(feature_maps, include_input, depth):
     """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
     the output of block i. Raises InputError unless feature_maps is "all" or lists blocks from 0 to

@@ -399,9 +399,9 @@ def main(argv=None):
 #   5. We use the same features in probe and nearest neighbours, to compare methods. The released
 #      probe uses the class token (--pool token). For MINR see default_pool.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none). For ViT-B, the
-#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4`.
+#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's for ViT-S as well).
 #   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50.
-#   8. i-MAE Table 4 does not explain its "image mix ratio". We weigh images and their labels by it.
+#   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and their labels by it.
 #   9. `--mode scratch` uses Table 9 without layer decay. MAE's own recipe is Table 11 (A.2).
 
 if __name__ == "__main__":

@@ -299,6 +299,7 @@ def build_model(args, config, source, resumed):
         initialize(model, source, args.init)
     if teacher:                                            # wins over one in the --init file
         model.teacher.load_state_dict(teacher)
+        print(f"teacher {args.teacher}")
     return model, config
 
 
