@@ -31,7 +31,7 @@ from tests.conftest import (DECODER, ROOT, TINY, same, settings, stopping_after_
                             write_pictures)
 from tests.golden import load
 from tests.test_methods import BASE, flags
-from vit import denormalize, from_released, pair, patchify
+from vit import denormalize, from_released, normalize, pair, patchify
 
 
 def log(name="mae"):
@@ -93,6 +93,10 @@ def test_tensors(pretrain, refused):
     assert pretrain("--data", "own.pt")["config"]["img_size"] == (16, 24)
     finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
     assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
+    for n in (1, 4):
+        torch.save({part: (images[:, :1].repeat(1, n, 1, 1), *x[1:]) for part, x in parts.items()},
+                   "own.pt")
+        refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], f"{n} channels")
     for part in ("train", "val"):
         torch.save({**parts, part: (images.float(), *parts[part][1:])}, "own.pt")
         refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
@@ -342,6 +346,13 @@ def test_crop_statistics_match_torchvision(flip):
     for x in (ours, streamed):
         assert abs(spread(x) / spread(theirs) - 1) < 0.1
         assert abs((slopes(x)[0] < 0).float().mean() - 0.5 * flip) < 0.05
+
+
+def test_normalising_changes_no_input():
+    images = 255 * torch.rand(2, 3, 4, 4)
+    before = images.clone()
+    normalize(images, MAE)
+    assert torch.equal(images, before)
 
 
 # --------------------------------------------------------------------------------------- training
