@@ -25,8 +25,8 @@ def test_a_row_for_every_method(capsys):
 
 
 def test_cost_at_vit_b(monkeypatch):
-    """A step of HyperMAE costs about two thirds of MAE's (Table 1: 6.42 and 9.78 GMAC, which include
-    work that the releases could skip)."""
+    """A step of HyperMAE costs about two thirds of MAE's. (Table 1 has 6.42 and 9.78 GMAC, with
+    work that the releases could skip.)"""
     for name in ("xavier_uniform_", "kaiming_uniform_"):   # values do not matter here
         monkeypatch.setattr(torch.nn.init, name, lambda weight, *args, **kwargs: weight)
     images = torch.zeros(1, 3, 224, 224, device="meta")

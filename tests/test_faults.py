@@ -74,7 +74,8 @@ def furnished(tmp_path_factory):
     """Return a folder with good and bad data sets, and a run of each kind."""
     root = tmp_path_factory.mktemp("desk")
     for part, classes, n in (("data/train", "ab", 20), ("data/val", "ab", 6),
-                             ("no_val/train", "a", 2), ("other/train", "cd", 2), ("other/val", "cd", 2),
+                             ("no_val/train", "a", 2), ("other/train", "cd", 2),
+                             ("other/val", "cd", 2),
                              ("differ/train", "ab", 2), ("differ/val", "ac", 2),
                              ("single/train", "a", 2), ("single/val", "a", 2),
                              ("high/Train", "ab", 2), ("high/Val", "ab", 2)):

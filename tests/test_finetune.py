@@ -71,7 +71,8 @@ def test_extra_tokens_travel(pretrain, folder, capsys):
     say what they do not load or initialise anew, and if they normalise images otherwise."""
     own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
     state = pretrain(*own, name="minr", own=[])["model"]
-    torch.save({k.removeprefix("encoder."): v for k, v in state.items() if "encoder." in k}, "x.pth")
+    alone = {k.removeprefix("encoder."): v for k, v in state.items() if "encoder." in k}
+    torch.save(alone, "x.pth")
     words = [*TINY[8:], "--data", str(folder), "--heads", "2", "--epochs", "0", "--name", "tuned"]
     for path, mode in (("runs/minr", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):
         finetune.main(["--checkpoint", path, "--mode", mode, *words, "--overwrite"])

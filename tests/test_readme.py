@@ -1,4 +1,4 @@
-"""The pages: their Python runs, their links lead somewhere, their commands can run in their order."""
+"""The pages: their Python runs, links lead somewhere, commands can run in their order."""
 
 import ast
 import re
@@ -56,8 +56,8 @@ def test_forks(pretrain, monkeypatch):
         assert run["history"][-1]["loss"] > 0
         if cls[0].reconstruct:
             assert train.main(["--eval", "runs/fork", "--mask_ratios", "0.75"])
-    model, images = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2), torch.randn(2, 3, 16, 16)
-    ids = torch.tensor([[3, 1], [0, 2]])                               # (B, K)
+    model = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2)
+    images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[3, 1], [0, 2]])        # ids: (B, K)
     maps = model.encoder.feature_maps(model.encoder.embed(images, ids))
     mix = sum(w * f for w, f in zip(model.map_weights, maps))
     assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)

@@ -25,7 +25,8 @@ def test_commands(name):
                 run = parsed(script, words)
                 made.add(getattr(run, "name", None))
                 assert getattr(run, "seed", 5) == 5 and run.data == "shapes"
-                assert column or run.epochs == {"crossmae_25_long": 80, "untrained": 0}.get(name, 50)
+                epochs = {"crossmae_25_long": 80, "untrained": 0}.get(name, 50)
+                assert column or run.epochs == epochs
     assert name in made or name in results.SOURCES
 
 
