@@ -20,8 +20,8 @@ from torchvision.transforms import v2
 
 from train import (DATA, DEFAULTS, ENCODER, RECIPE, RUN, add_flags, apply_recipe, autocast, count,
                    crop_batch, crop_transform, fit, fraction, in_range, initialize,
-                   mean_over_processes, new_parser, open_data, open_run, positive, read_checkpoint,
-                   run_cli, run_of, val_batches, vit_config)
+                   mean_over_processes, new_parser, not_negative, open_data, open_run,
+                   read_checkpoint, run_cli, run_of, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
@@ -76,7 +76,7 @@ def prepare(args):
 
     extra_tokens = count_extra_tokens(source["model"])
     probe, norm = args.mode in ("linear", "knn"), getattr(args, "norm", None)
-    if norm is None:                                       # only a probe's encoder can have one
+    if norm is None:                                       # --norm is for linear and knn
         norm = probe and "encoder.norm.weight" in source["model"]
     args.pool = args.pool or default_pool(extra_tokens, config["dim"])
     config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
@@ -346,7 +346,8 @@ FEATURES = {  # flags, as in train.py
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
-    "mixup": (positive, "alpha of MixUp; 0: off"), "cutmix": (positive, "alpha of CutMix; 0: off"),
+    "mixup": (not_negative, "alpha of MixUp; 0: off"),
+    "cutmix": (not_negative, "alpha of CutMix; 0: off"),
     "mix_ratio": (fraction, "weight of each image in a mixture with another image of the batch; "
                             "used instead of MixUp and CutMix; 0: off"),
     "smoothing": (fraction, "label smoothing")}
@@ -401,7 +402,7 @@ def main(argv=None):
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none). For ViT-B, the
 #      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's for ViT-S as well).
 #   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50.
-#   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and their labels by it.
+#   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
 #   9. `--mode scratch` uses Table 9 without layer decay. MAE's own recipe is Table 11 (A.2).
 
 if __name__ == "__main__":

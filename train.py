@@ -2,8 +2,8 @@
 
 Read it from the top. `pretrain` opens the data, builds the model, and hands both to `fit`. `fit`
 calls `train_epoch` for each epoch, and that calls `train_step`: forward, backward, optimizer step.
-Then come model and recipe, evaluation, data, checkpoints, processes, the command line. `args` has
-all settings: the flags, what the recipe sets where a flag was not given, rank, world and device.
+The sections after training are: model and recipe, evaluation, data, checkpoints, processes, the
+command line. `args` holds all settings: flags (from the recipe if not given), rank, world, device.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
@@ -58,16 +58,20 @@ METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR,
 # --------------------------------------------------------------------------------------- training
 def pretrain(args):
     """Train the model of --method on --data, and return the last row of log.jsonl."""
-    cls, args.data = METHODS[args.method], args.data or "shapes"
+    cls = METHODS[args.method]
+    args.data = args.data or "shapes"
     saved = open_run(args, f"{args.method}_{Path(args.data).absolute().name.removesuffix('.pt')}")
-    source = saved or (read_checkpoint(args.init, args.heads) if args.init else {"config": {}})
+    source = saved or {"config": {}}                       # sizes, and any weights, are from here
+    if args.init and not saved:
+        source = read_checkpoint(args.init, args.heads)
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
     config = vit_config(args, img_size, {"in_chans": len(cls.mean), **source["config"]})
     model, config = build_model(args, config, source, resumed=bool(saved))
     del source                                             # its weights are in the model now
     apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
-    # True: i-MAE learns from pairs of images; "views": a method that compares two crops of an image
+    # True: each image has a partner (i-MAE). "views": the partner is the image, cropped in another
+    # way (tests/FORKS.md)
     args.pairs = getattr(cls, "pairs", False)
     args.same_draws = True                                 # MINR's random pixels: see train_step
     if args.pairs is True:
@@ -77,8 +81,8 @@ def pretrain(args):
 
     def make_inputs(images, labels):
         """Return the model's arguments: images, noise and, for pairs, partners and alpha."""
-        parts = images.chunk(2 if args.pairs else 1)
-        crops = [crop_batch(x, img_size, args) for x in parts] if train.in_memory else parts
+        halves = images.chunk(2 if args.pairs else 1)      # with pairs, partners come last
+        crops = [crop_batch(x, img_size, args) for x in halves] if train.in_memory else halves
         images, *partners = [normalize(x, model) for x in crops]
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
@@ -93,8 +97,8 @@ def pretrain(args):
 def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content):
     """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
     returns the model's arguments. evaluate() returns scores {name: value} and the columns of
-    recon.png, or None. `saved` is the last.pt of a run that is resumed, or {}. `content` goes into
-    the new last.pt."""
+    recon.png, or None. `saved` is the last.pt of a run that is resumed, or {}. `content` is saved
+    with every last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n and args.batch_size % pieces == 0,
             f"--batch_size {args.batch_size} must be at most {n}, the number of images, and "
@@ -106,8 +110,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     start = history[-1]["epoch"] if history else 0
     describe(args, model, train, val)
     net, folder = wrap(model, args), Path(args.runs, args.name)
-    if args.rank == 0 and not history:                     # with --overwrite: no later --resume may
-        (folder / "last.pt").unlink(missing_ok=True)       # continue the old run
+    if args.rank == 0 and not history:                     # no --resume may continue an old run
+        (folder / "last.pt").unlink(missing_ok=True)
 
     def save_run(columns):
         """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
@@ -136,9 +140,10 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
         scores, columns = evaluate() if due else ({}, None)
         history.append({**row, **scores})
         if epoch == start:
-            report_unreadable(args, train, val)
-        print(f"epoch {epoch + 1}:", ", ".join(f"{name} {history[-1][name]:.4g}" for name in (
-            "loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]), flush=True)
+            report_unreadable(train, args)
+        shown = [f"{name} {history[-1][name]:.4g}" for name in
+                 ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
+        print(f"epoch {epoch + 1}:", ", ".join(shown), flush=True)
         if args.rank == 0 and (due or perf_counter() - saved_at > 60):
             save_run(columns)
             saved_at = perf_counter()
@@ -150,7 +155,7 @@ def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_input
     """Train for an epoch, on the next `steps` batches, and return its row for the log. `net` is the
     model, wrapped for several processes or compiled."""
     totals, waited = {}, 0.0
-    pause = 0.1 if sys.stderr.isatty() else 60             # in a log file, a line each minute
+    pause = 0.1 if sys.stderr.isatty() else 60             # a log file gets a line each minute
     bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
                unit_scale=args.batch_size, leave=False, mininterval=pause, delay=pause,
                disable=args.rank > 0)
@@ -170,7 +175,8 @@ def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_input
             totals[name] = totals.get(name, 0) + value
         if step % 20 == 0 or step == steps:                # the loop's only host-device sync
             loss = metrics["loss"].item()
-            # in fp16, the scaler skips steps that overflow, and lowers its scale until none does
+            # In fp16, some steps overflow: the scaler skips them and halves its scale. If the scale
+            # is down to 1, the loss itself is wrong.
             require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at epoch "
                     f"{epoch + 1}, step {step}: use --clip_grad or a lower --lr")
             bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
@@ -186,11 +192,12 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
     Returns metrics {name: value} on the device. Never synchronises host and device."""
     metrics = {}
     for i in range(args.accum):
-        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]  # 0-dim: i-MAE's alpha
+        # i-MAE's alpha, a scalar, goes to every piece
+        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
         # Seed the draws inside the model. In pretraining, all pieces and processes draw the same
         # numbers (MINR's pixels); in fine-tuning, each piece draws its own (drop path).
         torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
-        sync_gradients = args.world == 1 or i + 1 == args.accum        # DDP: last piece only
+        sync_gradients = args.world == 1 or i + 1 == args.accum        # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with autocast(args):
                 loss, values = net(*piece)
@@ -208,7 +215,7 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 def draw_keys(train, epochs, args):
     """Yield the keys (b,2) of this process's images for each step of all epochs: the seed of the
-    image's crop, and its index. For pairs, all images come first, then their partners."""
+    image's crop, and its index. With pairs, a step's images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:
         seed = hash((args.seed, epoch))
@@ -286,11 +293,11 @@ def build_model(args, config, source, resumed):
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
     config = {**config, **{name: getattr(args, name) for name in own}}
-    if resumed:
-        config.update({k: v for k, v in source["config"].items() if k == "teacher"})
-    elif getattr(args, "teacher", None):
+    if resumed and "teacher" in source["config"]:
+        config["teacher"] = source["config"]["teacher"]
+    elif getattr(args, "teacher", None) and not resumed:
         config["teacher"], teacher = teacher_of(read_checkpoint(args.teacher, args.heads), config)
-    elif hasattr(args, "teacher"):
+    elif hasattr(args, "teacher"):                         # i-MAE's flag
         print("note    no --teacher, an MAE's checkpoint: training without distillation")
     torch.manual_seed(args.seed)
     model = cls(**config).to(args.device)
@@ -340,7 +347,7 @@ def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     `low_res` and then `recipe`. Three depend on others: the batch size is at most a tenth of n, the
     number of training images; the warmup is shortened like the run; without --lr, the learning rate
     is lr or blr * batch_size / 256 (MAE A.1), times lr_scale (CrossMAE A.6)."""
-    recipe = {**recipe, **(low_res if is_low_res(config) else {})}
+    recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
         print(f"note    the batch size is reduced from {recipe['batch_size']}: {n} images are few")
@@ -392,6 +399,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 def compare(args):
     """Run --eval: print the checkpoints' PSNR for each mask and ratio, and return these rows. Draws
     the reconstructions for the first mask and ratio. (The papers' analyses: tests/analyses.py.)"""
+    require(args.world == 1, f"--eval runs in one process, not in {args.world}")
     rows, names, columns, paths, first = [], [], {}, [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
@@ -457,10 +465,11 @@ class ImageDataset(Dataset):
     always have, workers load images one by one. Without it, crop_batch crops a whole batch."""
 
     def __init__(self, images, labels, classes):
-        # an array of bytes: a list of a million strings would be copied into each worker over time
+        # An array of bytes: counting references would copy a list of strings into every worker.
         self.images = images if torch.is_tensor(images) else np.array([*map(os.fsencode, images)])
         self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
-        self.unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+        self.unreadable, self.reported = torch.zeros(len(images), dtype=torch.bool), 0
+        self.unreadable.share_memory_()                    # workers write to it
 
     @property
     def in_memory(self):
@@ -469,17 +478,20 @@ class ImageDataset(Dataset):
 
     def __getitem__(self, key):
         """Return image i and its label, for key = (seed, i), where seed is for random transforms.
-        In place of an image that cannot be read, another one is drawn; if the seed is 0, as in
-        validation, a black one is returned, with the label UNREADABLE."""
+        In place of an image that cannot be read, another one is drawn, the same for all seeds. If
+        the seed is 0 (validation), a black one is returned, with the label UNREADABLE."""
         seed, i = key
-        # torch.manual_seed would also seed GPUs, which takes 100 times as long
-        torch.default_generator.manual_seed(hash((seed, i)))
-        image = self.read(i)
-        if image is not None:
-            return self.transform(image), self.labels[i].item()
-        if seed == 0:
+        image, g = self.read(i), torch.Generator().manual_seed(i)
+        if image is None and seed != 0:
+            for i in torch.randint(len(self.images), (100,), generator=g).tolist():
+                image = self.read(i)
+                if image is not None:
+                    break
+        if image is None:
             return self.transform(torch.zeros(3, 8, 8, dtype=torch.uint8)), UNREADABLE
-        return self[seed + 1, torch.randint(len(self.images), ()).item()]
+        # torch.manual_seed would also seed GPUs, which takes 100 times as long
+        torch.default_generator.manual_seed(hash(tuple(key)))
+        return self.transform(image), self.labels[i].item()
 
     def read(self, i):
         """Return image i, or None if its file cannot be read. The first ten are named."""
@@ -503,15 +515,17 @@ class ImageDataset(Dataset):
 UNREADABLE = -2                                            # the label of a file that cannot be read
 
 
-def report_unreadable(args, *datasets):
-    """Print how many files could not be read. Raises InputError if they are more than a tenth."""
-    flags = torch.cat([data.unreadable for data in datasets]).int().to(args.device)
+def report_unreadable(dataset, args):
+    """Print how many files of a dataset cannot be read, if more are known than before. Raises
+    InputError if they are more than a tenth."""
+    flags = dataset.unreadable.int().to(args.device)
     if args.world > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
-    text = f"{flags.sum()} of {len(flags)} image files cannot be read"
-    if flags.any():
-        print(f"note    {text}")
-    require(flags.sum() <= len(flags) / 10, text)
+    count, text = flags.sum().item(), f"of {len(flags)} image files cannot be read"
+    if count > dataset.reported:
+        print(f"note    {count} {text}")
+        dataset.reported = count
+    require(count <= len(flags) / 10, f"{count} {text}")
 
 
 def open_data(name, img_size, args, parts=("train", "val")):
@@ -551,6 +565,8 @@ def open_data(name, img_size, args, parts=("train", "val")):
         datasets[0].select(order[:args.train_images])
     for dataset in datasets:
         if dataset.in_memory:
+            if any(own > side for own, side in zip(dataset.images.shape[2:], size)):
+                dataset.images = v2.functional.resize(dataset.images, size)    # antialiased
             dataset.images = dataset.images.to(args.device).contiguous()
     return *datasets, size
 
@@ -558,9 +574,9 @@ def open_data(name, img_size, args, parts=("train", "val")):
 def open_folder(root, img_size, args, parts):
     """Return the ImageDatasets of a folder, and the image size (H, W).
 
-    Images are kept in memory if they are small and few. Small: none of 50 samples exceeds img_size
-    or, without img_size, 223 pixels. Few: they take at most MEMORY bytes, train and val each, so
-    that val is the same without train. Otherwise files are read again in every epoch."""
+    Images are kept in memory if they are small and few. Small: none of 50 samples has a side of 224
+    pixels or more, or is larger than img_size. Few: they take at most MEMORY bytes, in each
+    process. Otherwise files are read again in every epoch."""
     found = list_folder(root, parts)
     names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
     n = sum(len(files) for files, _, _ in found)
@@ -570,25 +586,23 @@ def open_folder(root, img_size, args, parts):
     ids = range(0, len(first.labels), math.ceil(len(first.labels) / 50))
     samples = [image for image in map(first.read, ids) if image is not None]
     require(samples, f"--data {root}: none of {len(ids)} images can be read")
-    high, wide, bright = map(max, zip(*((*x.shape[1:], x.max().item()) for x in samples)))
+    high, wide = (max(x.shape[axis] for x in samples) for axis in (1, 2))
+    bright = max(x.max().item() for x in samples)
     if bright < 32:
-        print(f"note    images are nearly black (at most {bright}): 12 bits in 16-bit files?")
-    if img_size is not None:
-        (H, W), small = img_size, high <= img_size[0] and wide <= img_size[1]
-    else:                                                  # the images' own size, or 224 x 224
-        small = max(high, wide) < 224
-        sides = (high, wide) if small else (224, 224)
-        # round down to a multiple of --patch_size or, if not given, of 16 (8 below 128 pixels)
-        units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
-        H, W = (max(unit, side - side % unit) for side, unit in zip(sides, units))
-    for dataset in datasets:             # files: the central 7/8, as in MAE (224 of 256 pixels)
-        in_memory = small and 3 * len(dataset.labels) * H * W <= MEMORY
-        fraction = 1 if in_memory else 7 / 8
-        dataset.transform = partial(center_crop, img_size=(H, W), fraction=fraction)
-        if in_memory:
+        print(f"note    images are nearly black (at most {bright}): 12-bit values in 16-bit files?")
+    # The images' own size, or 224 x 224. It is rounded down to a multiple of --patch_size or, if
+    # that is not given, of 16 (8 below 128 pixels).
+    sides = (high, wide) if max(high, wide) < 224 else (224, 224)
+    units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
+    own = tuple(max(unit, side - side % unit) for side, unit in zip(sides, units))
+    H, W = img_size or own
+    small = max(high, wide) < 224 and own[0] <= H and own[1] <= W
+    for dataset in datasets:
+        dataset.transform = partial(center_crop, img_size=(H, W))
+        if small and 3 * len(dataset.labels) * H * W <= MEMORY:
             keys = keys_of(torch.arange(len(dataset.labels))).split(PIECE)
             images, labels = zip(*((x.cpu(), y.cpu()) for x, y in load_images(dataset, keys, args)))
-            report_unreadable(args, dataset)
+            report_unreadable(dataset, args)
             dataset.images, dataset.labels = torch.cat(images), torch.cat(labels)
             dataset.transform = None
             dataset.select((dataset.labels != UNREADABLE).nonzero().flatten())
@@ -630,13 +644,14 @@ def find_images(root):
     """Return the sorted image files in a folder and its subfolders, also behind links, each folder
     once. Names that begin with a dot, and __MACOSX, are not images. Prints how many files have
     other types. Raises InputError if a folder with train/ and val/ is among the subfolders."""
-    files, others, seen = [], Counter(), {*map(os.path.realpath, root.parents)}
+    files, others = [], Counter()
+    seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(x for x in folders if not x.startswith(".") and x != "__MACOSX")
         parts = [x for x in folders if x.lower() in ("train", "val", "valid", "test")]
         require(len(parts) < 2, f"--data {root}: did you mean --data {folder}, with subfolders "
                                 f"train/ and val/? It has {' and '.join(parts)}")
-        if os.path.realpath(folder) in seen:               # a link that leads back
+        if os.path.realpath(folder) in seen:
             folders.clear()                                # os.walk goes no deeper
             continue
         seen.add(os.path.realpath(folder))
@@ -682,7 +697,8 @@ def load_images(dataset, batches, args):
 
 def val_batches(dataset, args, img_size, most=None):
     """Yield this process's batches (indices, images, labels), of at most 100 images each, from a
-    fixed random subset of at most `most` images. Leaves out images that cannot be read."""
+    fixed random subset of at most `most` images. Leaves out images that cannot be read, and prints
+    their number at the end."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     own = order[:most].tensor_split(args.world)[args.rank]
     batches = own.split(100) if len(own) else ()
@@ -692,6 +708,7 @@ def val_batches(dataset, args, img_size, most=None):
         ids, images, labels = ids[good.cpu()], images[good], labels[good]
         if len(ids):
             yield ids, v2.functional.resize(images, img_size), labels
+    report_unreadable(dataset, args)
 
 
 def crop_batch(images, img_size, args):
@@ -723,10 +740,12 @@ def crop_transform(img_size, args, *more):
     return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * args.flip), *more])
 
 
-def center_crop(image, img_size, fraction):
+def center_crop(image, img_size, fraction=None):
     """Crop the centre of an image (C,h,w) and resize it to img_size. The crop is the largest one
-    with the aspect ratio of img_size, its sides multiplied by `fraction`."""
+    with the aspect ratio of img_size, its sides multiplied by `fraction`. By default, this is 1 or,
+    for images with a side of 224 pixels or more, 7/8, as in MAE (224 of 256 pixels)."""
     (h, w), (H, W) = image.shape[1:], img_size
+    fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
     scale = fraction * min(h / H, w / W)
     crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
     return v2.functional.resize(crop(image), img_size, v2.InterpolationMode.BICUBIC)
@@ -916,7 +935,7 @@ def start_processes(args):
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
-    # also sets CPUs, despite its name: there, fused attention is slower in bf16
+    # despite its name, this is also for CPUs: there, fused attention is slower in bf16
     torch.backends.cuda.enable_flash_sdp(cuda or args.dtype is not torch.bfloat16)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=args.device if cuda else None)
@@ -970,21 +989,21 @@ def size_in_pixels(text):
     return pair(sides[0] if len(sides) == 1 else sides)
 
 
-count, positive = in_range(int, 1), in_range(float, 0)
+count, not_negative = in_range(int, 1), in_range(float, 0)
 fraction = in_range(float, 0, 1)
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (str, "shapes, cifar10, cifar100, a folder or a .pt file; default: the checkpoint's"),
+    "data": (str, "shapes (default), cifar10, cifar100, a folder or a .pt file"),
     "eval_images": (count, "validate on at most N images; default: 1000, all in finetune.py"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
-    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of everything that is random"),
+    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of weights, crops, masks and order"),
     "train_images": (count, "train on only N images"),
     "img_size": (size_in_pixels, "side or height,width; default: the images', at most 224"),
-    "patch_size": (size_in_pixels, "likewise; default: 16; below 128 pixels, a side / 8"),
+    "patch_size": (size_in_pixels, "likewise; default: 16; below 128 pixels: side / 8"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
     "depth": (count, "blocks of the encoder; default: set by --size"),
@@ -994,7 +1013,7 @@ RUN = {
     "name": (str, "name of the run; default: from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every N epochs; default: 50 times in all"),
     "accum": (count, "number of pieces that a batch is computed in, to save memory"),
-    "clip_grad": (positive, "maximum norm of the gradient; default: none"),
+    "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "torch.compile the model"),
     "grad_checkpointing": (bool, "recompute activations to save memory"),
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
@@ -1002,13 +1021,13 @@ RUN = {
 RECIPE = {
     "batch_size": (count, "of all processes and --accum pieces; at most a tenth of the images"),
     "optimizer": (("adamw", "adam", "sgd"), "which optimizer to use"),
-    "lr": (positive, "learning rate; default: blr * batch_size / 256"),
-    "blr": (positive, "learning rate for a batch of 256"),
-    "min_lr": (positive, "final learning rate of the cosine schedule"),
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
+    "blr": (not_negative, "learning rate for a batch of 256"),
+    "min_lr": (not_negative, "final learning rate of the cosine; default: 0"),
     "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
-    "weight_decay": (positive, "weight decay; biases and norms are exempt"),
+    "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
-    "warmup_epochs": (positive, "linear learning rate warmup; default: shortened like --epochs"),
+    "warmup_epochs": (not_negative, "linear warmup; default: shortened like --epochs"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {
@@ -1018,11 +1037,12 @@ PRETRAINING = {
 PAIRS = {
     "teacher": (str, "checkpoint of an MAE to distill; default: none"),
     "same_class": (fraction, "fraction of pairs of images of one class; default: random pairs")}
-CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0     # others: slow workers
+# none outside Linux, where starting workers is slow
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
                 amp="auto", seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False,
-                resume=False, overwrite=False, min_lr=0.0, mask="random", leak_free=False,
-                train_images=None, patch_size=None)
+                resume=False, overwrite=False, mask="random", leak_free=False,
+                train_images=None, patch_size=None)        # open_data reads these in every mode
 
 
 def new_parser(script, about):
@@ -1075,12 +1095,14 @@ def run_cli(parser, work, argv):
         start_processes(args)
         row = work(args)
     except (InputError, OSError) as error:                 # OSError: a full disk, for example
-        parser.error(str(error).strip().splitlines()[-1])  # a worker's begins with a traceback
+        # only the last line: a worker's error begins with a traceback
+        parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     except KeyboardInterrupt:
         parser.exit(130, "stopped; to continue a training run, repeat its command with --resume\n")
     finally:
-        if args.created:                                   # a run that has saved nothing leaves
-            with suppress(OSError):                        # nothing; rmdir refuses other folders
+        # a run that has saved nothing leaves nothing: rmdir removes only empty folders
+        if args.created:
+            with suppress(OSError):
                 Path(args.runs, args.name).rmdir()
     if dist.is_initialized() and args.device.type == "cuda":           # not needed on CPUs,
         dist.destroy_process_group()                       # where torch 2.6 can hang here
