@@ -92,6 +92,7 @@ def test_tensors(pretrain, refused):
     assert pretrain("--data", "own.pt")["config"]["img_size"] == (16, 24)
     finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
     assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
+    assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
     for n in (1, 4):
         torch.save({part: (images[:, :1].repeat(1, n, 1, 1), *x[1:]) for part, x in parts.items()},
                    "own.pt")
@@ -178,8 +179,8 @@ def test_files(tmp_path):
         write_pictures(tmp_path / part, "ab", 100, side=(12, 24))
     split, val, size = train.open_data(str(tmp_path), (8, 16), settings())
     assert size == (8, 16) and split.images.dtype.kind == "S"          # an array, not a list
-    middle = val.read(3)[:, 1:11, 2:23]                    # 7/8 of each side
-    assert torch.equal(val[0, 3][0], v2.functional.resize(middle, (8, 16), Image.BICUBIC))
+    whole = v2.functional.resize(val.read(3), (8, 16), Image.BICUBIC)
+    assert torch.equal(val[0, 3][0], whole)
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
     ForkingPickler.dumps(split)                            # for workers that are spawned
     order = torch.randperm(200)
@@ -214,6 +215,14 @@ def test_crops_of_images_that_are_not_square(crop, low, high):
     stretch = torch.stack([(c[0, 8, 40] - c[0, 8, 8]) / (c[1, 13, 24] - c[1, 3, 24]) * 10 / 32
                            for c in crops])
     assert 0.9 * low < stretch.min() < 1.1 * low and 0.9 * high < stretch.max() < 1.1 * high
+
+
+@pytest.mark.parametrize("side, part", [(200, slice(0, 200)), (224, slice(14, 210))])
+def test_crops_of_validation(side, part):
+    """Small images are validated whole, large ones on the central 7/8. None is distorted."""
+    image = torch.randint(0, 256, (3, side, side + 20), dtype=torch.uint8)
+    middle = v2.functional.resize(image[:, :, 10:-10][:, part, part], (8, 8), Image.BICUBIC)
+    assert torch.equal(train.center_crop(image, (8, 8)), middle)
 
 
 def test_copies_block_except_on_cuda(folder, spy):
