@@ -195,8 +195,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, capfd, words):
     row = train.main(["--data", "data", *TINY, *DECODER, *words])
     out, err = capfd.readouterr()
     assert [err.count(f"{path}:") for path in bad] == [1] * len(bad)
-    numbers = ["9 of 141 image files"] if words else ["8 of 128 image", "1 of 13 image"]
-    assert all(out.index(number) < out.index("epoch 1:") for number in numbers)
+    for number in ("8 of 128 image", "1 of 13 image"):
+        assert out.index(number) < out.index("epoch 1:") and out.count(number) == 1
     assert math.isfinite(row["psnr_masked"]) and not Path("ran").exists()
 
 
@@ -237,8 +237,7 @@ def test_validation_leaves_out_files_that_cannot_be_read(tmp_path, monkeypatch, 
         write_pictures(Path("data", part), "ab", n, side=(20, 24))
     shutil.copytree("data", "more/data")
     for part in ("train", "val"):
-        for i in range(3):                                 # sorted last: no other index changes
-            Path(f"more/data/{part}/b/x{i}.png").write_bytes(b"")
+        Path(f"more/data/{part}/b/x.png").write_bytes(b"")  # sorted last: no other index changes
     words = ["--workers", "0", "--data", "data"]
     train.main([*words, *TINY, *DECODER, "--img_size", "16", "--name", "mae"])
     words += ["--checkpoint", "runs/mae"]

@@ -11,7 +11,7 @@ import runpy
 import shutil
 import sys
 import time
-import zlib
+
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -179,8 +179,9 @@ def test_files(tmp_path):
         write_pictures(tmp_path / part, "ab", 100, side=(12, 24))
     split, val, size = train.open_data(str(tmp_path), (8, 16), settings())
     assert size == (8, 16) and split.images.dtype.kind == "S"          # an array, not a list
-    middle = val.read(3)[:, 1:11, 2:23]                    # 7/8 of each side
-    assert torch.equal(val[0, 3][0], v2.functional.resize(middle, (8, 16), Image.BICUBIC))
+    assert torch.equal(val[0, 3][0], v2.functional.resize(val.read(3), (8, 16), Image.BICUBIC))
+    large = torch.randint(256, (3, 256, 256), dtype=torch.uint8)       # MAE: 224 of 256 pixels
+    assert torch.equal(train.center_crop(large, (224, 224)), large[:, 16:240, 16:240])
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
     ForkingPickler.dumps(split)                            # for workers that are spawned
     order = torch.randperm(200)
