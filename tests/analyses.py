@@ -160,9 +160,9 @@ def draw_unmixed(model, images):
         for name, prediction in zip(("subordinate", "dominant"), decoded):
             columns[f"{name},\npredicted"].append(prediction)
     columns["subordinate"], columns["dominant"] = 4 * [x_1], 4 * [x_2]
-    columns = {title: torch.cat(rows) for title, rows in columns.items()}      # (4, C, H, W) each
+    columns = {title: torch.cat(rows) for title, rows in columns.items()}      # a row per weight
     own, other = ((columns["subordinate,\npredicted"] - x).square().sum((1, 2, 3))
-                  for x in (x_1, x_2))                     # (4,) each
+                  for x in (x_1, x_2))                     # a number per weight
     return {"unmix": (
         f"a row for each weight of the subordinate image: 0.1, 0.2, 0.3, 0.4. Its prediction is "
         f"nearer to it than to the dominant image in {(own < other).sum()} of 4 rows", columns)}

@@ -19,7 +19,8 @@ TEXTS = {"HyperMAE": "000", "MINR": "001", "i-MAE": "002", "CrossMAE": "004"}   
 FILES = {  # the paper meant if none is named; a section or row in Markdown may begin with one
     "mae.py": "MAE", "crossmae.py": "CrossMAE", "hypermae.py": "HyperMAE", "minr.py": "MINR",
     "imae.py": "i-MAE", "vit.py": "MAE", "train.py": "MAE", "finetune.py": "MAE", "README.md": "",
-    "tests/analyses.py": "CrossMAE", "tests/REFERENCE.md": "CrossMAE", "tests/RESULTS.md": "", "tests/FLAGS.md": ""}
+    "tests/analyses.py": "CrossMAE", "tests/FORKS.md": "CrossMAE", "tests/SCALE.md": "CrossMAE",
+    "tests/RESULTS.md": "", "tests/FLAGS.md": ""}
 KINDS = {"Fig": "Figure", "Sec": "Section", "Appendix": "Section", "eq": "Equation", "": "Section"}
 ITEM = r"(?:\d+(?:\.\d)*[a-z]?|[A-Z](?:\.\d)?)\b"
 CITATION = re.compile(

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
-from tests.conftest import ROOT, TINY, same, settings, together
+from tests.conftest import TINY, same, settings, together
 from train import METHODS, method_arguments
 from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
                  unpatchify)
