@@ -13,7 +13,7 @@ from imae import IMAE, check_same_class, draw_partners
 from mae import MAE
 from tests.conftest import DECODER as DECODER_WORDS
 from tests.conftest import TINY, same, stopping_after_two, together
-from tests.test_methods import DECODER, SMALL, TEACHER, build, images_and_noise
+from tests.test_methods import DECODER, SMALL, build, images_and_noise
 from vit import normalize_patches, patchify, to_released
 
 
