@@ -36,7 +36,7 @@ def finetune(args):
 
     def evaluate_model():
         if args.world > 1:
-            for buffer in model.buffers():                 # all take rank 0's BatchNorm statistics
+            for buffer in model.buffers():                 # BatchNorm: all use rank 0's statistics
                 dist.broadcast(buffer, 0)
         return evaluate(model.classify, val, args, img_size)
 
@@ -104,7 +104,7 @@ def run_name(args):
 
 def part_of(content, part):
     """Return a checkpoint whose encoder is its part `part`, such as a momentum teacher."""
-    if part == "encoder":
+    if part is None:
         return content
     state = {f"encoder.{name.removeprefix(part + '.')}": value
              for name, value in content["model"].items() if name.startswith(f"{part}.")}
@@ -239,8 +239,7 @@ class Classifier(nn.Module):
         return loss, {"loss": loss.detach()}
 
 
-# --pool joined gives at most this many features; micro has 4,096 with its 64 patches of 64 numbers
-MOST_FEATURES = 5000
+MOST_FEATURES = 5000                                       # that --pool joined may give
 
 
 def default_pool(extra_tokens, dim):
@@ -269,8 +268,8 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """Return the accuracies {"top1", "top5"} on val in %, and None, for which train.fit saves no
-    picture. score(images) returns scores (b,classes)."""
+    """Return the accuracies {"top1", "top5"} on val in %, and None: there is no picture to save.
+    score(images) returns scores (b,classes)."""
     sums, n = {"top1": 0, "top5": 0}, 0                    # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
         with autocast(args):
@@ -306,7 +305,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
     def score(images):
         features = embed(images)                                       # (b, width)
-        with torch.autocast(args.device.type, enabled=False):  # 16 bits would make ties
+        with torch.autocast(args.device.type, enabled=False):  # in 16 bits, cosines would be equal
             cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
         votes = torch.zeros(len(ids), len(train.classes), device=args.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
@@ -339,7 +338,7 @@ def evaluate_checkpoint(args):
 
 # ------------------------------------------------------------------------------- the command line
 FEATURES = {  # flags, as in train.py
-    "part": (str, "name of the part of the checkpoint that is the encoder, e.g. teacher"),
+    "part": (str, "part of the checkpoint to evaluate, e.g. teacher; default: encoder"),
     "pool": (("mean", "token", "extra", "joined"), "features. mean: mean of the patch tokens "
              "(default); token: class token; extra: mean of the extra tokens (MINR's weight "
              "tokens); joined: all extra (MINR's default) or patch tokens as one vector")}
@@ -374,7 +373,7 @@ def main(argv=None):
         add_flags(parser, "encoder", {"heads": ENCODER["heads"]})
         return run_cli(parser, evaluate_checkpoint, argv)
     add_flags(parser, "training images and encoder", ENCODER)
-    add_flags(parser, "features", FEATURES, dict(part="encoder"))
+    add_flags(parser, "features", FEATURES)
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
            help="use this fraction of each class's labels, at least one per class (1)")
     if mode == "knn":
@@ -387,7 +386,6 @@ def main(argv=None):
         recipe, low_res = RECIPES[mode]
         flags = {**RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
         add_flags(parser, "recipe", flags, {**DEFAULTS, **recipe}, low_res)
-    parser.set_defaults(part="encoder")
     return run_cli(parser, nearest_neighbours if mode == "knn" else finetune, argv)
 
 

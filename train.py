@@ -113,6 +113,9 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     if args.rank == 0 and not history:                     # no --resume may continue an old run
         (folder / "last.pt").unlink(missing_ok=True)
 
+    def write_log():
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+
     def save_run(columns):
         """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
         weights, epoch = model.state_dict(), history[-1]["epoch"]
@@ -122,10 +125,12 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
             content, model=weights, optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
             epoch=epoch, history=history, flags=vars(args), classes=train.classes,
             mean=model.mean, std=model.std, torch=str(torch.__version__)))
-        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+        write_log()
         if columns:
             save_picture(columns, folder / "recon.png")
 
+    if args.rank == 0 and history:                         # a killed run may lack its last row
+        write_log()
     if args.epochs == 0 and not history:                   # no training: save the initial model
         scores, columns = evaluate()
         history.append({"epoch": 0, **scores})
