@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (DATA, DEFAULTS, ENCODER, RECIPE, RUN, add_flags, apply_recipe, autocast, count,
-                   crop_batch, crop_transform, fit, fraction, in_range, initialize,
+from train import (DATA, DEFAULTS, ENCODER, METHODS, RECIPE, RUN, add_flags, apply_recipe, autocast,
+                   count, crop_batch, crop_transform, fit, fraction, in_range, initialize,
                    mean_over_processes, new_parser, not_negative, open_data, open_run,
                    read_checkpoint, run_cli, run_of, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
@@ -78,7 +78,9 @@ def prepare(args):
     probe, norm = args.mode in ("linear", "knn"), getattr(args, "norm", None)
     if norm is None:                                       # --norm is for linear and knn
         norm = probe and "encoder.norm.weight" in source["model"]
-    args.pool = args.pool or default_pool(extra_tokens, config["dim"])
+    cls = METHODS.get(source.get("method"))                # a fork's class may set pool
+    args.pool = (args.pool or source["config"].get("pool") or getattr(cls, "pool", None)
+                 or default_pool(extra_tokens, config["dim"]))
     config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
                   probe=probe, norm=norm,
                   mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))

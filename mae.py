@@ -23,7 +23,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 class MAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
-    features. Defaults follow the paper, except for the encoder (ViT-B) and normalised targets.
+    features. Defaults: ViT-B and normalised pixels; in the paper's ablations, ViT-L and plain ones.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT

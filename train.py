@@ -146,12 +146,12 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
         history.append({**row, **scores})
         if epoch == start:
             report_unreadable(train, args)
-        shown = [f"{name} {history[-1][name]:.4g}" for name in
-                 ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
-        print(f"epoch {epoch + 1}:", ", ".join(shown), flush=True)
         if args.rank == 0 and (due or perf_counter() - saved_at > 60):
             save_run(columns)
             saved_at = perf_counter()
+        shown = [f"{name} {history[-1][name]:.4g}" for name in
+                 ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
+        print(f"epoch {epoch + 1}:", ", ".join(shown), flush=True)
     print("see    ", *sorted(folder.glob("*.*")))
     return history[-1]
 
@@ -309,7 +309,7 @@ def build_model(args, config, source, resumed):
     visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
     if args.init and not resumed:
         initialize(model, source, args.init)
-    if teacher:                                            # wins over one in the --init file
+    if teacher:                                            # overrides one in the --init file
         model.teacher.load_state_dict(teacher)
         print(f"teacher {args.teacher}")
     return model, config
@@ -431,7 +431,7 @@ def compare(args):
                     columns = columns or {name: images[name] for name in ("original", "masked")}
                     title = f"{names[-1]}\n{scores['psnr_masked']:.2f} dB"
                     columns[title] = images["completed"]
-    require(rows, f"--eval {' '.join(args.eval)}: no checkpoint from train.py")
+    require(rows, f"--eval {' '.join(args.eval)}: no checkpoint predicts pixels")
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
     print(f"PSNR in dB, mean over {len(val.labels[:args.eval_images])} images of {args.data}")
@@ -499,7 +499,7 @@ class ImageDataset(Dataset):
         return self.transform(image), self.labels[i].item()
 
     def read(self, i):
-        """Return image i, or None if its file cannot be read. The first ten are named."""
+        """Return image i, or None if its file cannot be read. Prints the names of the first ten."""
         if self.in_memory:
             return self.images[i]
         file = os.fsdecode(self.images[i])
@@ -907,7 +907,7 @@ def resume(saved, model, optimizer, scaler, content, args):
     require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was "
                         f"{saved['flags'].get('command')}")
     model.load_state_dict(saved["model"])
-    settings = optimizer.state_dict()["param_groups"]      # this command's weight decay and betas
+    settings = optimizer.state_dict()["param_groups"]      # keep this command's weight decay
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])

@@ -101,7 +101,8 @@ class Case:
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device = self.args.device
         torch.manual_seed(0)
-        self.model = cls(img_size, args.patch_size or 16, **sizes, **given).to(self.device)
+        self.model = cls(img_size, args.patch_size or 16, len(cls.mean), **sizes, **given)
+        self.model.to(self.device)
         seen, attn = [], self.model.encoder.blocks[0].attn
         hook = attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
         with torch.no_grad():
@@ -122,14 +123,17 @@ class Case:
     def batch(self, B):
         """Return the model's arguments for B images."""
         encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
-        images = torch.randn(B, 3, *encoder.img_size, generator=g).to(self.device)
+        images = torch.randn(B, encoder.in_chans, *encoder.img_size, generator=g).to(self.device)
         noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
-        pairs = (images.roll(1, 0), torch.tensor(0.3, device=self.device))
-        return images, noise, *(pairs if self.model.pairs else ())
+        more = {False: (), "views": (images.flip(3),),
+                True: (images.roll(1, 0), torch.tensor(0.3, device=self.device))}
+        return images, noise, *more[getattr(self.model, "pairs", False)]
 
     def step(self):
         """Take a step, wait until it has ended, and return its loss."""
         metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, 0, self.args)
+        if hasattr(self.model, "after_step"):
+            self.model.after_step(0.5)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return metrics["loss"].item()
