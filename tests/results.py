@@ -41,11 +41,20 @@ PRETRAINED = {  # encoder: --method and more flags of train.py; "untrained" gets
 LONGER = {"crossmae_25_long": 1.6}     # factor of --epochs: MAE's multiply-adds on ViT-micro
 SOURCES = {  # encoder: finetune.py's flags instead of --checkpoint with that encoder's file
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
+    "ginr": "--checkpoint {runs}/ginr/last.pt --pool joined",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
-    "scratch": "--mode scratch --size {size}"}
+    "scratch": "--mode scratch --size {size} --layer_decay 1 --pool mean"}
+# finetune.py's low-resolution defaults when the tables were made: the tables keep them
+ALIKE = ("--batch_size 128 --min_lr 0 --betas 0.9,0.999 --crop 0.5 --flip --randaug 0 --erasing 0 "
+         "--mixup 0 --cutmix 0 --mix_ratio 0")
+FINETUNE = (f"--mode finetune {ALIKE} --optimizer adamw --lr 2e-3 --weight_decay 0.05 "
+            f"--layer_decay 0.75 --smoothing 0.1 --drop_path 0")
 TUNED = {  # column: flags of finetune.py
-    "linear": "--mode linear --epochs 6", "1%": "--labels 0.01 --batch_size 24 --epochs 18",
-    "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
+    "linear": f"--mode linear {ALIKE} --optimizer sgd --lr 0.05 --weight_decay 0 --smoothing 0 "
+              f"--epochs 6 --warmup_epochs 0.6",
+    "1%": f"{FINETUNE} --labels 0.01 --batch_size 24 --epochs 18 --warmup_epochs 1",
+    "10%": f"{FINETUNE} --labels 0.1 --epochs 12 --warmup_epochs 1",
+    "100%": f"{FINETUNE} --epochs 3 --warmup_epochs 0.3"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
 PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
@@ -55,7 +64,7 @@ PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tab
 def commands(args, name, seed):
     """Yield (column, command) for everything that an encoder needs. Commands of pretraining, its
     own and that of a teacher, come first; their column is None. {runs} is the runs folder."""
-    source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt")
+    source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt --pool mean")
     for encoder in re.findall(r"{runs}/(\w+)/", f"{PRETRAINED.get(name)} {source}"):
         epochs = round(args.epochs * LONGER.get(encoder, 1)) if encoder != "untrained" else 0
         method, flags = PRETRAINED[encoder]
@@ -70,10 +79,10 @@ def commands(args, name, seed):
         return
     source, words = source.replace("{size}", args.size), f"--data {args.data} --seed {seed}"
     if name != "scratch":                                  # it has no features to probe
-        yield "20-NN", f"python finetune.py --mode knn {source} {words}"
+        yield "20-NN", f"python finetune.py --mode knn --k 20 {source} {words}"
     for column, flags in TUNED.items():
         if (name, column) != ("scratch", "linear"):
-            yield column, (f"python finetune.py {source} {flags} {words} --eval_every 100 --runs "
+            yield column, (f"python finetune.py {flags} {source} {words} --eval_every 100 --runs "
                            f"{{runs}} --name {name}_{column.strip('%')}")
 
 
@@ -174,9 +183,13 @@ class Numbers:
                 column = line["column"] if name == "top1" else name
                 self.found[line["encoder"], column][line["seed"]].append(number)
 
+    def values(self, encoder, column):
+        """Return the numbers of all runs, with all seeds."""
+        return sum(self.found[encoder, column].values(), [])
+
     def cell(self, encoder, column):
         """Return mean ± sample standard deviation over all runs; "" if there are none."""
-        values, places = sum(self.found[encoder, column].values(), []), precision(column)[0]
+        values, places = self.values(encoder, column), precision(column)[0]
         spread = f" ± {stdev(values):.{places}f}" if len(values) > 1 else ""
         return f"{mean(values):.{places}f}{spread}" if values else ""
 
