@@ -41,11 +41,20 @@ PRETRAINED = {  # encoder: --method and more flags of train.py; "untrained" gets
 LONGER = {"crossmae_25_long": 1.6}     # factor of --epochs: MAE's multiply-adds on ViT-micro
 SOURCES = {  # encoder: finetune.py's flags instead of --checkpoint with that encoder's file
     "mae_joined": "--checkpoint {runs}/mae/last.pt --pool joined",
+    "ginr": "--checkpoint {runs}/ginr/last.pt --pool joined",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
-    "scratch": "--mode scratch --size {size}"}
+    "scratch": "--mode scratch --size {size} --layer_decay 1 --pool mean"}
+# finetune.py's low-resolution defaults when the tables were made: the tables keep them
+ALIKE = ("--batch_size 128 --min_lr 0 --betas 0.9,0.999 --crop 0.5 --flip --randaug 0 --erasing 0 "
+         "--mixup 0 --cutmix 0 --mix_ratio 0")
+FINETUNE = (f"--mode finetune {ALIKE} --optimizer adamw --lr 2e-3 --weight_decay 0.05 "
+            f"--layer_decay 0.75 --smoothing 0.1 --drop_path 0")
 TUNED = {  # column: flags of finetune.py
-    "linear": "--mode linear --epochs 6", "1%": "--labels 0.01 --batch_size 24 --epochs 18",
-    "10%": "--labels 0.1 --epochs 12", "100%": "--epochs 3"}
+    "linear": f"--mode linear {ALIKE} --optimizer sgd --lr 0.05 --weight_decay 0 --smoothing 0 "
+              f"--epochs 6 --warmup_epochs 0.6",
+    "1%": f"{FINETUNE} --labels 0.01 --batch_size 24 --epochs 18 --warmup_epochs 1",
+    "10%": f"{FINETUNE} --labels 0.1 --epochs 12 --warmup_epochs 1",
+    "100%": f"{FINETUNE} --epochs 3 --warmup_epochs 0.3"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
 PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
@@ -55,7 +64,7 @@ PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tab
 def commands(args, name, seed):
     """Yield (column, command) for everything that an encoder needs. Commands of pretraining, its
     own and that of a teacher, come first; their column is None. {runs} is the runs folder."""
-    source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt")
+    source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt --pool mean")
     for encoder in re.findall(r"{runs}/(\w+)/", f"{PRETRAINED.get(name)} {source}"):
         epochs = round(args.epochs * LONGER.get(encoder, 1)) if encoder != "untrained" else 0
         method, flags = PRETRAINED[encoder]
@@ -70,10 +79,10 @@ def commands(args, name, seed):
         return
     source, words = source.replace("{size}", args.size), f"--data {args.data} --seed {seed}"
     if name != "scratch":                                  # it has no features to probe
-        yield "20-NN", f"python finetune.py --mode knn {source} {words}"
+        yield "20-NN", f"python finetune.py --mode knn --k 20 {source} {words}"
     for column, flags in TUNED.items():
         if (name, column) != ("scratch", "linear"):
-            yield column, (f"python finetune.py {source} {flags} {words} --eval_every 100 --runs "
+            yield column, (f"python finetune.py {flags} {source} {words} --eval_every 100 --runs "
                            f"{{runs}} --name {name}_{column.strip('%')}")
 
 
@@ -174,9 +183,13 @@ class Numbers:
                 column = line["column"] if name == "top1" else name
                 self.found[line["encoder"], column][line["seed"]].append(number)
 
+    def values(self, encoder, column):
+        """Return the numbers of all runs, with all seeds."""
+        return sum(self.found[encoder, column].values(), [])
+
     def cell(self, encoder, column):
         """Return mean ± sample standard deviation over all runs; "" if there are none."""
-        values, places = sum(self.found[encoder, column].values(), []), precision(column)[0]
+        values, places = self.values(encoder, column), precision(column)[0]
         spread = f" ± {stdev(values):.{places}f}" if len(values) > 1 else ""
         return f"{mean(values):.{places}f}{spread}" if values else ""
 
@@ -281,12 +294,14 @@ WIDTH, HEIGHT = 415, 380                                   # the size of a panel
 LEFT, RIGHT, TOP, BOTTOM = 58, 403, 34, 326                # the part of it with dots
 STYLE = """
   text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
-  .back { fill: #ffffff } .grid { stroke: #d0d7de } .dot { opacity: .45 }
+  .back { fill: #ffffff } .grid { stroke: #d0d7de } .dot { opacity: .6 }
   circle { fill: currentColor } polyline { stroke: currentColor; stroke-width: 2; fill: none }
   .mae { color: #0969da } .crossmae { color: #1a7f37 } .crossmae_25 { color: #4fb3a5 }
   .hypermae { color: #cf222e } .ginr { color: #d18616 } .imae { color: #8250df }
   @media (prefers-color-scheme: dark) {
-    text { fill: #f0f6fc } .back { fill: #0d1117 } .grid { stroke: #30363d } }
+    text { fill: #f0f6fc } .back { fill: #0d1117 } .grid { stroke: #30363d } .dot { opacity: .8 }
+    .mae { color: #58a6ff } .crossmae { color: #3fb950 } .crossmae_25 { color: #76e3d4 }
+    .hypermae { color: #ff7b72 } .ginr { color: #f0a848 } .imae { color: #bc8cff } }
 """
 
 
@@ -300,14 +315,28 @@ def scale(values, start, stop):
     return lambda value: start + (value - low) / (high - low) * (stop - start), ticks
 
 
-def panel(title, x_name, y_name, series, joined=False, shift=0):
-    """Return a panel as SVG. Each series (class, label, points) has a dot for each point and, if
-    joined, a line through them; otherwise, a large dot at their mean."""
+def place(label, x, y, taken):
+    """Return the box (left, top, right, bottom) for a label: the nearest to (x, y) that is inside a
+    panel and overlaps no box in `taken`."""
+    w, h, near = 3.5 * len(label), 8, []                   # half of its width and of its height
+    for dx, dy in itertools.product(range(-120, 121, 5), range(-60, 61, 5)):
+        box = x + dx - w, y + dy - h, x + dx + w, y + dy + h
+        inside = LEFT < box[0] and box[2] < RIGHT + 8 and TOP < box[1] and box[3] < BOTTOM
+        if inside and not any(box[0] < right and left < box[2] and box[1] < bottom and top < box[3]
+                              for left, top, right, bottom in taken):
+            gap = math.hypot(max(0, abs(dx) - w), max(0, abs(dy) - h))
+            near.append((gap, abs(dx), dy, box))
+    return min(near)[-1]
+
+
+def panel(title, x_name, y_name, series, shift=0):
+    """Return a panel as SVG. Each series is (class, label, points, center). Each point gets a small
+    dot. The center gets a large one; if it is None, a line joins the points."""
     def text(x, y, words, anchor="middle", more=""):
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{words}</text>'
 
     (x_of, x_ticks), (y_of, y_ticks) = (
-        scale([point[i] for *_, points in series for point in points], *ends)
+        scale([point[i] for _, _, points, _ in series for point in points], *ends)
         for i, ends in enumerate(((LEFT, RIGHT), (BOTTOM, TOP))))
     lines = [f'<g transform="translate({shift})">', text(LEFT, 22, title, "start"),
              text((LEFT + RIGHT) / 2, BOTTOM + 42, x_name),
@@ -318,24 +347,35 @@ def panel(title, x_name, y_name, series, joined=False, shift=0):
     for y in y_ticks:
         lines += [f'<path class="grid" d="M{LEFT} {y_of(y):.1f}H{RIGHT}"/>',
                   text(LEFT - 8, y_of(y) + 4.5, f"{y:g}", "end")]
-    for kind, label, points in series:
-        places = [(round(x_of(x), 2), round(y_of(y), 2)) for x, y in points]
-        x, y = places[-1] if joined else (mean(axis) for axis in zip(*places))
-        lines += [f'<circle class="{kind} dot" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
-        path = " ".join(f"{x},{y}" for x, y in places)
-        lines.append(f'<polyline class="{kind}" points="{path}"/>' if joined else
-                     f'<circle class="{kind}" cx="{x:.2f}" cy="{y:.2f}" r="7"/>')
-        lines.append(text(min(x, RIGHT - 4 * len(label)), y - 13, label))
+    taken, ends = [], []                                   # boxes of dots, then also of labels
+    for kind, label, points, center in series:
+        places = [(x_of(x), y_of(y), 3) for x, y in points]
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y, _ in places)
+        if center:
+            places.append((x_of(center[0]), y_of(center[1]), 7))
+        else:
+            lines.append(f'<polyline class="{kind}" points="{path}"/>')
+        lines += [f'<circle class="{kind}{" dot" * (r == 3)}" cx="{x:.2f}" cy="{y:.2f}" r="{r}"/>'
+                  for x, y, r in places]
+        taken += [(x - r - 3, y - r - 2, x + r + 3, y + r + 2) for x, y, r in places]
+        ends.append((label, *places[-1][:2]))
+    for end in ends:
+        taken.append(place(*end, taken))
+        left, top, right, _ = taken[-1]
+        lines.append(text((left + right) / 2, top + 12.5, end[0]))
     return "\n".join([*lines, "</g>"])
 
 
-def seeds_of(numbers):
-    """Return the series of a panel: masked PSNR and 20-NN of every seed, for each method."""
+def dots_of(numbers):
+    """Return the series of a panel, one for each method: a point for each run of 20-NN, at the mean
+    PSNR of the runs with its seed, and the means of the two cells in the table."""
     for encoder in FIRST[2:]:
         psnr, knn = (numbers.found[encoder, column] for column in (PIXELS, "20-NN"))
-        points = [(mean(psnr[seed]), mean(knn[seed])) for seed in sorted(psnr.keys() & knn.keys())]
+        points = [(mean(psnr[seed]), top1) for seed in sorted(psnr.keys() & knn.keys())
+                  for top1 in knn[seed]]
         if points:
-            yield encoder, NAMES[encoder], points
+            center = [mean(numbers.values(encoder, column)) for column in (PIXELS, "20-NN")]
+            yield encoder, NAMES[encoder], points, center
 
 
 def draw(path, panels):
@@ -364,14 +404,14 @@ def write_tables(folder):
     fill(folder.parent / "README.md", {"results": compared(every)})
     draw(pictures / "results.svg", [
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
-              "20-NN accuracy, % (up is better)", [*seeds_of(numbers)], shift=i * WIDTH)
+              "20-NN accuracy, % (up is better)", [*dots_of(numbers)], shift=i * WIDTH)
         for i, numbers in enumerate(every)])
     curves = [(kind, log.stem.partition("_")[2].replace("_", " "), [
-        (row["epoch"], row["top1"]) for row in read_lines(log) if "top1" in row])
+        (row["epoch"], row["top1"]) for row in read_lines(log) if "top1" in row], None)
         for kind, log in zip(FIRST[2:], sorted(folder.glob("recipe_*.jsonl")))]
     if curves:
         draw(pictures / "recipe.svg", [
-            panel("CIFAR-10", "epochs with labels", "test accuracy, %", curves, joined=True)])
+            panel("ViT-tiny, CIFAR-10", "epochs with labels", "test accuracy, %", curves)])
 
 
 def main(argv=None):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import finetune
 import train
 from tests import results
 from tests.conftest import ROOT, parsed
@@ -28,6 +29,20 @@ def test_commands(name):
                 epochs = {"crossmae_25_long": 80, "untrained": 0}.get(name, 50)
                 assert column or run.epochs == epochs
     assert name in made or name in results.SOURCES
+
+
+@pytest.mark.parametrize("name", ["mae", "ginr", "scratch"])
+def test_settings_are_in_the_commands(name):
+    """Other defaults of finetune.py would not change the tables."""
+    args = SimpleNamespace(data="shapes", size="micro", epochs=10, pretraining=[])
+    for column, command in results.commands(args, name, seed=0):
+        if "finetune.py" in command:
+            run = vars(parsed("finetune.py", command.split()[2:]))
+            recipe = finetune.RECIPES.get(run["mode"], [{}])[0]
+            flags = {*recipe, "lr", "min_lr"} & run.keys() - {"blr"} if recipe else {"k"}
+            assert not [flag for flag in {*flags, "pool"} if run[flag] is None]
+            assert run.get("batch_size") == {"20-NN": None, "1%": 24}.get(column, 128)
+            assert run.get("layer_decay") == {"finetune": 0.75, "scratch": 1}.get(run["mode"])
 
 
 def test_continues_where_it_stopped(monkeypatch, tmp_path):
@@ -73,6 +88,24 @@ def test_cells_and_differences():
     assert numbers.minus("imae", "mae", "20-NN") == "+0.0"
     del numbers.found["imae", "20-NN"][2]
     assert numbers.minus("imae", "mae", "20-NN") == ""     # fewer than three seeds
+
+
+def test_picture():
+    """Each run of 20-NN is a small dot, a cell's means are a large one, and no label covers any."""
+    for numbers in results.read_numbers(ROOT / results.OUT):
+        series, columns = [*results.dots_of(numbers)], (results.PIXELS, "20-NN")
+        for encoder, _, points, center in series:
+            assert sorted(y for _, y in points) == sorted(numbers.values(encoder, "20-NN"))
+            for value, column in zip(center, columns):
+                places = results.precision(column)[0]
+                assert numbers.cell(encoder, column).startswith(f"{value:.{places}f} ")
+        svg = results.panel("", "", "", series)
+        dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="(\d)"', svg)
+        assert len(dots) == sum(len(points) + 1 for _, _, points, _ in series)
+        for _, label, *_ in series:
+            x, y = map(float, re.search(rf'x="(\S+)" y="(\S+)" [^>]*>{label}<', svg).groups())
+            for cx, cy, r in (map(float, dot) for dot in dots):
+                assert abs(cx - x) > r + 3.5 * len(label) or not -r < y - cy + 3 < r + 15
 
 
 def test_tables_are_up_to_date(tmp_path):
