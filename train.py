@@ -554,7 +554,7 @@ def open_data(name, img_size, args, parts=("train", "val")):
             dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
                     for s in sets]
-    elif name.endswith(".pt"):                             # your own tensors, see README.md
+    elif name.endswith(".pt"):                             # your own tensors, see tests/FORKS.md
         content = torch.load(name, weights_only=True)
         datasets = [ImageDataset(*content[part]) for part in parts]
         require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
