@@ -17,7 +17,6 @@ import inspect
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import signal
@@ -27,7 +26,6 @@ from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from glob import glob
-from io import BytesIO
 from itertools import islice, tee
 from pathlib import Path
 from time import perf_counter
@@ -765,7 +763,8 @@ def read_image(file):
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
     formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-    image = Image.open(BytesIO(data), formats=formats)
+    with Image.open(file, formats=formats) as image:
+        image.load()
     with suppress(Exception):                              # a broken EXIF field loses no image
         image = ImageOps.exif_transpose(image)
     require(image.mode != "F", "floating-point images are not supported")
@@ -858,11 +857,12 @@ def read_checkpoint(path, heads=None):
     with method (None for a released file), config (constructor arguments), model (state dict),
     mean, std, flags and more."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
+    require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path} is damaged or no checkpoint ({str(error)[:100]})") from None
+    except Exception as error:                             # a broken file can raise anything
+        raise InputError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from None
     if "method" not in content:
         state = from_released(content.get("model", content))
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
