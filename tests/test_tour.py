@@ -362,4 +362,4 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
     assert "L = 143" in read_page(Path("tour_mae.html"))[0]
     refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
-    refused(main, ["mae", "--image", "none.png"], "--image none.png")
+    refused(main, ["mae", "--image", "none.png"], "none.png")

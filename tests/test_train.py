@@ -92,13 +92,8 @@ def test_tensors(pretrain, refused):
     finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
     assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
     assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
-    for n in (1, 4):
-        torch.save({part: (images[:, :1].repeat(1, n, 1, 1), *x[1:]) for part, x in parts.items()},
-                   "own.pt")
-        refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], f"{n} channels")
-    for part in ("train", "val"):
-        torch.save({**parts, part: (images.float(), *parts[part][1:])}, "own.pt")
-        refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
+    torch.save({**parts, "val": (images.float(), *parts["val"][1:])}, "own.pt")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
 
 
 def names(root):
@@ -319,7 +314,7 @@ def test_crop_statistics_match_torchvision(flip):
         place = x[:, 0, 16, 16].float()
         return [across.mean(), across.std(), place.mean(), place.std(), 100 * aspect]
     for x in (ours, streamed):
-        assert all((a - b).abs() < 6 for a, b in zip(statistics(x), statistics(theirs)))
+        assert all((a - b).abs() < 4 for a, b in zip(statistics(x), statistics(theirs)))
         assert abs((slopes(x.float())[0] < 0).float().mean() - 0.5 * flip) < 0.05
 
 
@@ -633,8 +628,8 @@ def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("method", ["mae", "minr"])
 def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
-    """Method, config and weights are enough for load_model, --eval, --init and finetune.py to find
-    the weights and how images are normalised. A folder can replace its last.pt."""
+    """Method, config and weights are enough for load_model, --eval and finetune.py to find the
+    weights and how images are normalised. A folder can replace its last.pt."""
     words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
              *flags(BASE[method])]
     content, cls = pretrain(*words, name="old", own=[]), train.METHODS[method]
@@ -644,15 +639,12 @@ def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
     evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
                              "--eval", "runs/own"])
     assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
-    started = pretrain(*words, "--init", "runs/own", name="started", own=[])
     finetune.main(["--data", str(folder), "--checkpoint", "runs/own", "--name", "tuned",
                    "--batch_size", "8", "--epochs", "0", "--workers", "0"])
     tuned = train.read_checkpoint("runs/tuned")
     assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
-    for name, value in content["model"].items():
-        assert torch.equal(started["model"][name], value), name
-        if name.startswith("encoder.") and not name.startswith("encoder.norm"):
-            assert torch.equal(tuned["model"][name], value), name
+    token = "encoder.cls_token"
+    assert torch.equal(tuned["model"][token], content["model"][token])
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, spy):

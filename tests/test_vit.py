@@ -1,6 +1,5 @@
 """Patches, positions, masks, the transformer, and released names."""
 
-
 import pytest
 import torch
 from torch import nn
