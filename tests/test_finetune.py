@@ -210,7 +210,7 @@ def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
 
 def test_nearest_neighbours_by_hand(spy):
     """Each of four neighbours votes with exp(cosine / 0.07), computed from mean patch tokens of
-    unit length, in 32 bits."""
+    unit length. Under autocast, only the model computes in 16 bits."""
     model = classifier(probe=True, norm=True).eval()       # this also seeds
     images, labels = random_images(9), torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2])
     query, wanted = images[:1] // 2 * 2, torch.zeros(3)
@@ -220,10 +220,12 @@ def test_nearest_neighbours_by_hand(spy):
     ranked = spy(torch.Tensor, "topk",
                  lambda x, *_: (x.dtype, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")             # as start_processes does on a GPU
-    args = settings(k=4, eval_images=2)                    # does not limit the neighbours
-    score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
-    assert torch.allclose(score(query), wanted, rtol=1e-4)
-    assert ranked == [(torch.float32, "highest")]
+    for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2)):
+        args = settings(k=4, dtype=dtype, eval_images=2)   # does not limit the neighbours
+        score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
+        with train.autocast(args):                         # as evaluate calls it
+            assert torch.allclose(score(query), wanted, rtol=rtol)
+    assert ranked == [(torch.float32, "highest")] * 2
 
 
 def test_neighbours_that_are_few(tune, capsys):
