@@ -114,18 +114,14 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
         f"a frozen copy must be called teacher: {frozen}")
 
 
-@pytest.fixture(scope="module")
-def fake_gpu():
+@cases
+def test_on_a_gpu_that_does_not_exist(name, options):
+    """On fake tensors, everything is on one device, and nothing waits for a value."""
     try:
         with FakeTensorMode():
             torch.zeros(2, device="cuda")[torch.zeros(1, dtype=torch.long, device="cuda")]
     except RuntimeError:                                   # torch 2.6
         pytest.skip("this torch cannot index fake tensors on a GPU without its driver")
-
-
-@cases
-def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
-    """On fake tensors, everything is on one device, and nothing waits for a value."""
     needs_two = {"feature_maps", "shared_blocks"} & options.keys()
     model = build(name, depth=2 if needs_two else 1, **options)
     images, noise = inputs_of(model)
