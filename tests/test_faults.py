@@ -217,7 +217,7 @@ def test_what_replaces_an_image(tmp_path):
     assert all(good[drawn[i]] == i for i in good)
 
 
-def test_validation_leaves_out_files_that_cannot_be_read(tmp_path, monkeypatch):
+def test_validation_leaves_out_files_that_cannot_be_read(tmp_path, monkeypatch, spy):
     """PSNR, top1, neighbours and their bank are those of a folder without these files."""
     monkeypatch.chdir(tmp_path)
     for part, n in (("train", 10), ("val", 8)):
@@ -235,8 +235,10 @@ def test_validation_leaves_out_files_that_cannot_be_read(tmp_path, monkeypatch):
         rows = train.main(["--eval", "runs/mae", *words, "--mask_ratios", "0.75"])
         words += ["--checkpoint", "runs/probe", "--mode"]
         return [*rows, finetune.main([*words, "knn", "--k", "3"]), finetune.main([*words, "eval"])]
+    ranked = spy(torch.Tensor, "topk", lambda x, *_: x.shape[1])       # neighbours, classes
     for a, b in zip(numbers("data"), numbers("more/data"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
+    assert ranked == 2 * [20, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------- kills

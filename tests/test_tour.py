@@ -322,6 +322,8 @@ class Flipped(MAE):
     reconstruct = property()                               # raises AttributeError: there is none
 
     def forward(self, images, noise=None, views=None):
+        """Docstring (A.1)."""
+        # a comment (Sec. 3.2)
         views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
         return super().forward(images, noise)
 
@@ -341,10 +343,12 @@ def test_own_method(tmp_path, monkeypatch):
     main(["flipped", "--out", str(tmp_path / "a.html")])
     text, rows = read_page(tmp_path / "a.html")
     assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in text and '<i> "other" & way' in text
-    assert rows["flipped.py", 15].strip() == "(B, 1+K, D) (1, 25, 80)"
+    assert rows["flipped.py", 17].strip() == "(B, 1+K, D) (1, 25, 80)"
     assert "mae.py, MAE.decode" in text and "views (1, 1, 32, 48)" in text
     assert "<svg" not in (tmp_path / "a.html").read_text()             # MAE's would be wrong
-    assert [x[0] for x in tour.paper_order(cls)] == ["eq. 1"]          # ViT's is another paper's
+    assert [(reference, code) for reference, _, _, code in tour.paper_order(cls)] == [
+        ("Sec. 3.2", "views = views + 0"), ("Appendix A.1", "Flipped.forward"),
+        ("eq. 1", "views = views + 0")]                    # ViT's is another paper's
 
 
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
