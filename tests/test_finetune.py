@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,16 +154,6 @@ def test_finetuning_and_probing_learn(tune, folder):
     encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
     assert row["top1"] > 90 and "encoder.norm.weight" in encoder
     assert same(encoder, {name: before[name] for name in encoder})
-
-
-@pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
-    ("runs/mae.5", "linear", None, 1.0, "mae.5_linear"),   # a folder's name may have a dot
-    ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
-    (None, "scratch", "own.pt", 1.0, "scratch_own")])
-def test_names_of_runs(checkpoint, mode, data, labels, name):
-    """A run is named after its checkpoint and mode, then --data and --labels if they are given."""
-    args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
-    assert finetune.run_name(args) == name
 
 
 def test_a_linked_folder_keeps_its_name(folder, pretrain):
