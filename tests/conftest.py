@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import RLock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--b
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
+tqdm.set_lock(RLock())                                     # not one that a killed process can keep
 tqdm.monitor_interval = 0                                  # no monitor thread: a fork would lose it
 if not any("test_devices" in word for word in sys.argv):   # a forked process cannot use autograd
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                # where torch sees a GPU

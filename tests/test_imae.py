@@ -129,13 +129,11 @@ def test_random_partners_are_any_other_image():
 
 
 def test_classes_without_partners():
-    """A fraction above 0 needs two images in each class. One below 1 needs two classes. Both
-    need labels."""
+    """A fraction above 0 needs two images in each class. One below 1 needs two classes."""
     two, few, one = labels_of(9, 2), labels_of(9, 1), labels_of(9)
     for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0), (one, "a", 1)):
         check_same_class(labels, classes, r)
-    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, "ab", 0.5),
-                               (one, None, 0.5), (one, [], 1)):
+    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, [], 1)):
         with pytest.raises(ValueError, match=f"--same_class {r} needs class folders"):
             check_same_class(labels, classes, r)
 
@@ -158,7 +156,7 @@ def test_pairs_of_a_run(size, weight, pretrain, spy):
     assert {alpha.item() for *_, alpha in seen[10:]} == {weight}
 
 
-def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
+def test_teacher_from_a_checkpoint(pretrain, tmp_path):
     """The teacher is an MAE of ours or a released one. It does not change, and is saved in the
     student's checkpoint. With --init, an MAE also initialises the branches."""
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
@@ -173,14 +171,11 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path, capsys):
         assert model.distill_weight == 1.0
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
-    pretrain("--seed", "1", *micro, name="other")
-    words = ["--method", "imae", "--teacher", "runs/other", "--init", "runs/student"]
-    both = pretrain(*words, "--epochs", "0", name="both")["model"]     # --teacher wins
-    other = train.read_checkpoint("runs/other")["model"]
+    other = pretrain("--seed", "1", *micro, name="other")["model"]
+    words = ["--method", "imae", "--epochs", "0", "--init"]
+    both = pretrain(*words, "runs/student", "--teacher", "runs/other", name="both")["model"]
     assert all(torch.equal(both[f"teacher.{name}"], other[name]) for name in teacher)
-    start = pretrain("--method", "imae", "--init", "runs/mae/last.pt", "--epochs", "0", *micro,
-                     name="init")["model"]
-    assert "without distillation" in capsys.readouterr().out
+    start = pretrain(*words, "runs/mae/last.pt", *micro, name="init")["model"]
     for i in range(2):
         assert torch.equal(start[f"decoder_embed.{i}.weight"], mae["model"]["decoder_embed.weight"])
 

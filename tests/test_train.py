@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import re
-import runpy
 import shutil
 import sys
 import time
@@ -30,7 +29,7 @@ from tests.conftest import (DECODER, ROOT, TINY, same, settings, stopping_after_
                             write_pictures)
 from tests.golden import load
 from tests.test_methods import BASE, flags
-from vit import denormalize, from_released, normalize, pair, patchify
+from vit import denormalize, from_released, pair, patchify
 
 
 def log(name="mae"):
@@ -93,13 +92,8 @@ def test_tensors(pretrain, refused):
     finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
     assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
     assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
-    for n in (1, 4):
-        torch.save({part: (images[:, :1].repeat(1, n, 1, 1), *x[1:]) for part, x in parts.items()},
-                   "own.pt")
-        refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], f"{n} channels")
-    for part in ("train", "val"):
-        torch.save({**parts, part: (images.float(), *parts[part][1:])}, "own.pt")
-        refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
+    torch.save({**parts, "val": (images.float(), *parts["val"][1:])}, "own.pt")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
 
 
 def names(root):
@@ -151,26 +145,19 @@ def test_the_size_is_of_a_sample(tmp_path):
         split, _, size = train.open_data(str(tmp_path), None, settings())
         assert size == wanted and split.in_memory == (name != "c")
     assert train.open_data(str(tmp_path), None, settings(patch_size=(7, 5)))[2] == (224, 220)
+    for i in range(200):                                   # a size that no patch size divides
+        Image.new("RGB", (70, 50)).save(tmp_path / f"{i}.png")
+    size = train.open_data(str(tmp_path), None, settings())[2]
+    assert (size, train.vit_config(settings(), size, {})["patch_size"]) == ((48, 64), (6, 8))
 
 
-@pytest.mark.parametrize("bright", [31, 32])
-def test_images_that_are_nearly_black(tmp_path, capsys, bright):
+def test_images_that_are_nearly_black(tmp_path, capsys):
     """A note reports nearly black images, e.g. 12-bit values in 16-bit files."""
-    for i in range(2):
-        Image.fromarray(np.full((8, 8), 256 * bright, "uint16")).save(tmp_path / f"{i}.png")
-    train.open_data(str(tmp_path), None, settings())
-    assert ("nearly black" in capsys.readouterr().out) == (bright == 31)
-
-
-@pytest.mark.parametrize("sides, size, patch_size", [
-    ((223, 224), (224, 224), (16, 16)), ((128, 127), (128, 120), (16, 15)),
-    ((50, 70), (48, 64), (6, 8)), ((33, 33), (32, 32), (4, 4))])
-def test_images_of_any_size(tmp_path, sides, size, patch_size):
-    """Without flags for sizes, the image size is a multiple of the patch size."""
-    for i in range(2):
-        Image.new("RGB", sides[::-1]).save(tmp_path / f"{i}.png")
-    assert train.open_data(str(tmp_path), None, settings())[2] == size
-    assert train.vit_config(settings(), size, {})["patch_size"] == patch_size
+    for bright in (31, 32):
+        Image.fromarray(np.full((8, 8), 256 * bright, "uint16")).save(tmp_path / "0.png")
+        shutil.copy(tmp_path / "0.png", tmp_path / "1.png")
+        train.open_data(str(tmp_path), None, settings())
+        assert ("nearly black" in capsys.readouterr().out) == (bright == 31)
 
 
 def test_files(tmp_path):
@@ -192,7 +179,6 @@ def test_files(tmp_path):
     assert first.shape == (150, 3, 8, 16) and rest.shape == (50, 3, 8, 16)
     assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[order[:150]])
     assert torch.equal(first[149], split[1, order[149].item()][0])
-    assert not torch.equal(first, draw(0, seed=2)[0][0])
     (again, _), (more, _) = draw(2, seed=1)
     assert torch.equal(again, first) and torch.equal(more, rest)
     assert not multiprocessing.active_children()
@@ -235,7 +221,7 @@ def test_copies_block_except_on_cuda(folder, spy):
     assert copies and not any(copies)
 
 
-def test_decoders(tmp_path, monkeypatch):
+def test_decoders(tmp_path):
     """JPEGs equal PIL's to the bit, transparency becomes white, 16 bits are scaled to 8. Names need
     not be UTF-8."""
     rng = np.random.default_rng(0)
@@ -267,15 +253,6 @@ def test_decoders(tmp_path, monkeypatch):
         got = train.read_image(str(tmp_path / name))
         assert got.dtype == torch.uint8, name
         assert torch.equal(got, v2.functional.pil_to_tensor(wanted)), name
-    jpeg, exif = (tmp_path / "RGB.jpg").read_bytes(), b"Exif\0\0garbage!"     # a broken field
-    jpeg = jpeg[:2] + b"\xff\xe1" + (2 + len(exif)).to_bytes(2, "big") + exif + jpeg[2:]
-    (tmp_path / "exif.jpg").write_bytes(jpeg)
-    image.save(tmp_path / "exif.png", exif=exif)
-    for broken, good in (("exif.jpg", "RGB.jpg"), ("exif.png", "x.bmp")):
-        assert torch.equal(*(train.read_image(str(tmp_path / x)) for x in (broken, good)))
-    fast = train.read_image(str(tmp_path / "RGB.jpg"))
-    monkeypatch.delattr(torchvision.io, "decode_image", raising=False)     # as in a later release
-    assert torch.equal(fast, train.read_image(str(tmp_path / "RGB.jpg")))
 
 
 class Cifar:
@@ -298,17 +275,6 @@ def test_cifar(tmp_path, monkeypatch):
     assert train.read_checkpoint("runs/mae_cifar10")["config"]["img_size"] == (48, 32)
     images = train.open_data("cifar10", None, settings())[0].images
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
-
-
-@pytest.mark.parametrize("cores, processes, platform, wanted", [
-    (6, 1, "linux", 6), (20, 1, "linux", 16), (16, 4, "linux", 4), (2, 4, "linux", 1),
-    (6, 1, "darwin", 0)])
-def test_default_workers(monkeypatch, cores, processes, platform, wanted):
-    """Processes share the cores that they may use, and each has a worker."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)}, raising=False)
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert runpy.run_path(str(ROOT / "train.py"))["DEFAULTS"]["workers"] == wanted
 
 
 # -------------------------------------------------------------------------------- crops of a batch
@@ -338,29 +304,18 @@ def test_crop_statistics_match_torchvision(flip):
     theirs = v2.RandomResizedCrop(32, (0.2, 1))
     ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2, flip=flip)
     streamed, theirs = (torch.stack([f(ramp) for _ in range(2000)]) for f in (transform, theirs))
-    for of in (lambda x: (x[:, 0, 16, 24] - x[:, 0, 16, 8]).abs(), lambda x: x[:, 0, 16, 16]):
-        for statistic in (torch.mean, torch.std):
-            wanted = statistic(of(theirs.float()))
-            assert abs(statistic(of(ours)) - wanted) < 4   # of about 95 and 20
-            assert abs(statistic(of(streamed.float())) - wanted) < 4
 
     def slopes(x):                                         # from the left, from above
-        x = x.float()
         return x[:, 0, 16, 24] - x[:, 0, 16, 8], x[:, 1, 24, 16] - x[:, 1, 8, 16]
 
-    def spread(x):                                         # of the logarithm of the aspect
-        across, down = slopes(x)
-        return (across / down).abs().log().quantile(torch.tensor([0.25, 0.75])).diff()
+    def statistics(x):                                     # zoom, place, aspect
+        across, down = (slope.abs() for slope in slopes(x.float()))
+        aspect = (across / down).log().quantile(torch.tensor([0.25, 0.75])).diff()
+        place = x[:, 0, 16, 16].float()
+        return [across.mean(), across.std(), place.mean(), place.std(), 100 * aspect]
     for x in (ours, streamed):
-        assert abs(spread(x) / spread(theirs) - 1) < 0.1
-        assert abs((slopes(x)[0] < 0).float().mean() - 0.5 * flip) < 0.05
-
-
-def test_normalising_changes_no_input():
-    images = 255 * torch.rand(2, 3, 4, 4)
-    before = images.clone()
-    normalize(images, MAE)
-    assert torch.equal(images, before)
+        assert all((a - b).abs() < 4 for a, b in zip(statistics(x), statistics(theirs)))
+        assert abs((slopes(x.float())[0] < 0).float().mean() - 0.5 * flip) < 0.05
 
 
 # --------------------------------------------------------------------------------------- training
@@ -395,14 +350,13 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
         assert len(draws[0].unique()) == 8
 
 
-@pytest.mark.parametrize("seconds, saved", [(0, [4, 6]), (9, [1, 2, 3, 4, 5, 6]), (3, [2, 4, 6])])
-def test_saving_is_not_evaluating(pretrain, spy, monkeypatch, seconds, saved):
+def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
     """last.pt is written with every evaluation and by each epoch that ends a minute after the last
-    writing. Here each look at the clock takes some seconds, 13 looks an epoch."""
-    monkeypatch.setattr(train, "perf_counter", itertools.count(1, seconds + 1e-6).__next__)
+    writing. Here each look at the clock takes three seconds, 13 looks an epoch."""
+    monkeypatch.setattr(train, "perf_counter", itertools.count(1, 3).__next__)
     written = spy(train, "save", lambda path, content: content["epoch"])
     pretrain("--epochs", "6", "--eval_every", "4")
-    assert written == saved
+    assert written == [2, 4, 6]
     assert [row["epoch"] for row in log() if "psnr_masked" in row] == [4, 6]
 
 
@@ -413,16 +367,13 @@ def keys(n, epoch, seed=0, **more):
     return torch.cat([*train.draw_keys(split, [epoch], args)])
 
 
-def test_every_image_has_its_turn():
-    """The images that fill no batch are others in each epoch."""
-    seen = [keys(10, epoch)[:, 1].tolist() for epoch in range(9)]
-    assert all(len({*ids}) == 8 for ids in seen) and {*sum(seen, [])} == {*range(10)}
-
-
-def test_images_are_shuffled(folder):
-    """Training images are shuffled anew for each epoch and seed, validation images always alike."""
-    orders = [keys(40, *which)[:, 1] for which in ((0, 0), (1, 0), (0, 1))]
-    assert len(torch.stack([torch.arange(40), *orders]).unique(dim=0)) == 4
+def test_order_of_images(folder):
+    """Training images are shuffled for each epoch and seed; those that fill no batch are others in
+    each epoch. Validation images have one order."""
+    orders = [keys(10, *which)[:, 1] for which in [(i, 0) for i in range(9)] + [(0, 1)]]
+    assert all(len({*ids.tolist()}) == 8 for ids in orders) and {*torch.cat(orders).tolist()} == {
+        *range(10)}
+    assert len(torch.stack(orders).unique(dim=0)) == 10
     val = train.open_data(str(folder), None, settings())[1]
     a, b = (next(train.val_batches(val, settings(), (16, 16), 6))[0] for _ in range(2))
     assert torch.equal(a, b) and len(a) == 6 and min(a) < 6 <= max(a)  # of both classes
@@ -445,17 +396,14 @@ def test_clipping(pretrain, words):
     assert step.norm() == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("same_draws", [True, False])
-def test_random_numbers_of_pieces_and_processes(same_draws, spy):
-    """In pretraining, pieces and processes draw the same numbers. Otherwise, each draws its own."""
+def test_random_numbers_of_pieces_and_processes(spy):
+    """In fine-tuning, pieces and processes draw numbers of their own, e.g. for drop path."""
     seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
-    for seed in (5, 10):
-        for rank in range(2):
-            args = settings(accum=2, clip_grad=0, rank=rank, same_draws=same_draws)
-            train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)],
-                             seed, args)
-    assert len(seeds) == 8 and len({*seeds}) == (2 if same_draws else 8)
+    for rank in range(2):
+        args = settings(accum=2, clip_grad=0, rank=rank, same_draws=False)
+        train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, args)
+    assert len(seeds) == len({*seeds}) == 4
 
 
 def test_weight_decay_is_not_of_biases_and_norms(pretrain):
@@ -491,13 +439,10 @@ def dry(monkeypatch, tmp_path):
     ("--size micro", 224, dict(lr=2e-3, decoder_dim=64, warmup_epochs=1, batch_size=64)),
     ("--size tiny", 64, dict(lr=2e-3, decoder_dim=64, epochs=10, eval_images=1000)),
     ("--size tiny", 224, dict(lr=1.5e-4 * 4096 / 256, decoder_dim=512, epochs=800)),
-    ("--size tiny", (64, 224), dict(decoder_dim=512, epochs=800)),
     ("--method imae", 32, dict(crop=1.0, flip=False)),     # as on CIFAR (Table 1)
     ("--size micro --lr 0.32 --decoder_dim 32", 32, dict(lr=0.32, decoder_dim=32)),
     ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
-    ("--method crossmae --prediction_ratio .25 --lr 1e-3", 32, dict(lr=1e-3, decoder_depth=4)),
     ("--mode scratch", 224, dict(lr=2e-3, randaug=0, layer_decay=1.0)),
-    ("--mode scratch --size tiny", 64, dict(lr=2e-3, randaug=0)),
     ("--mode scratch --size tiny", 224, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8))])
 def test_small_images_and_encoders(dry, words, side, wanted):
     """Small images and encoders have a recipe of their own. Others have the paper's."""
@@ -506,44 +451,34 @@ def test_small_images_and_encoders(dry, words, side, wanted):
 
 
 @pytest.mark.parametrize("words, n, batch_size", [
-    ("", 50_000, 64), ("", 640, 64), ("", 639, 32), ("", 120, 8), ("", 9, 2),
-    ("--batch_size 64", 120, 64)])
-def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size, capsys):
-    for main, more in ((train.main, ""), (finetune.main, " --mode scratch")):
-        found, usual = dry(main, f"{words}{more} --blr 0.1", 32, n), 128 if more else 64
-        largest = usual if n == 50_000 else batch_size
-        assert found["batch_size"] == largest and found["lr"] == 0.1 * largest / 256
-        said = "batch size is reduced" in capsys.readouterr().out
-        assert said == (largest < usual and not words)
+    ("", 50_000, 64), ("", 639, 32), ("", 9, 2), ("--batch_size 64", 120, 64),
+    ("--mode scratch", 50_000, 128), ("--mode scratch", 639, 32)])
+def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size):
+    main = finetune.main if "--mode" in words else train.main
+    found = dry(main, f"{words} --blr 0.1", 32, n)
+    assert found["batch_size"] == batch_size and found["lr"] == 0.1 * batch_size / 256
 
 
 def test_a_short_run(dry):
     """A short run scales the recipe's warmup to its epochs, and clamps one that was given."""
-    for words, side, epochs, wanted in (
-            ("--size tiny", 224, (10, 400, 1600), (0.5, 20, 40)),
-            ("", 32, (0, 1, 3, 10, 80), (0, 0.1, 0.3, 1, 1))):
-        found = [dry(train.main, f"{words} --epochs {n}", side)["warmup_epochs"] for n in epochs]
-        assert found == pytest.approx(wanted)
-    for given, wanted in (("2.5", 2.5), ("5", 3)):
-        assert dry(train.main, f"--epochs 3 --warmup_epochs {given}", 32)["warmup_epochs"] == wanted
+    for words, side, wanted in (
+            ("--epochs 10 --size tiny", 224, 0.5), ("--epochs 0", 32, 0), ("--epochs 3", 32, 0.3),
+            ("--epochs 80", 32, 1), ("--epochs 3 --warmup_epochs 5", 32, 3)):
+        assert dry(train.main, words, side)["warmup_epochs"] == pytest.approx(wanted), words
 
 
 @pytest.mark.parametrize("main, words", [
     *((train.main, f"--method {name}") for name in train.METHODS), (train.main, "--eval x"),
     *((finetune.main, f"--mode {mode}") for mode in (*finetune.RECIPES, "knn", "eval"))])
 def test_help(main, words, capsys):
-    """Each flag's help has a text. It shows the recipe's defaults."""
+    """Help shows the defaults of the method's recipe."""
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), "--help"])
-    _, *entries = re.split(r"\n  (?=-)", capsys.readouterr().out)
-    shown = {re.search(r"--(\w+)", entry)[1]: " ".join(entry.split()) for entry in entries}
-    assert len(shown) > 5 and all(len(text.split()) > 3 for text in shown.values())
+    said = " ".join(capsys.readouterr().out.split())
     cls = train.METHODS.get(words.split()[1])
     for name, value in {**cls.recipe, **train.method_arguments(cls)}.items() if cls else ():
-        low_res = {**cls.low_res_recipe, **cls.low_res_config}.get(name, value)
         if value is not None and name != "schedule":       # no flag for it
-            assert f"({value}" in shown[name]
-            assert low_res == value or f"low_res: {low_res})" in shown[name]
+            assert re.search(rf"--{name}\b.*?\({re.escape(str(value))}", said), name
 
 
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
@@ -573,31 +508,23 @@ def test_what_changes_nothing(pretrain):
         assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
 
 
-def test_a_run_leaves_everything(pretrain, capsys):
-    content = pretrain("--img_size", "16,24", "--eval_images", "9", "--warmup_epochs", "0.5")
-    said, rows = capsys.readouterr().out, log()
+def test_a_run_leaves_everything(pretrain):
+    content = pretrain("--img_size", "16,24")
     assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
-    assert all(word in said for word in ("40 train, 9 val", "0.5 warmup", "lr 0.002"))
-    assert [row["epoch"] for row in rows] == [1, 2] and content["history"] == rows
+    assert [row["epoch"] for row in log()] == [1, 2] and content["history"] == log()
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
-    assert content["torch"] == torch.__version__ and content["mean"] == MAE.mean
+    assert content["mean"] == MAE.mean
 
 
-@pytest.mark.parametrize("channels, shown", [(1, [0]), (2, [0]), (3, [0, 1, 2]), (4, [0, 1, 2])])
+@pytest.mark.parametrize("channels, shown", [(2, [0]), (4, [0, 1, 2])])
 def test_pictures(tmp_path, channels, shown):
-    """Pictures show titles above the columns, and the first three channels or the first one. Only
-    small images are enlarged."""
+    """Pictures have the first three channels or the first one, below the columns' titles."""
     columns = {name: torch.rand(2, channels, 129, 40) for name in ("one", "two")}
     train.save_picture(columns, tmp_path / "x.png")
     picture = v2.functional.pil_to_tensor(Image.open(tmp_path / "x.png"))
-    assert picture.shape == (3, 2 * 131 + 2 + 30, 2 * 42 + 2)
-    assert all((title < 128).any() for title in picture[:, :30].chunk(2, dim=2))
     cell = picture[:, 32:161, 44:84]                       # the first row of the second column
-    wanted = columns["two"][0, shown].expand(3, -1, -1).mul(255).byte()
-    assert torch.equal(cell, wanted)
-    train.save_picture({"x": torch.rand(3, channels, 16, 8)}, tmp_path / "x.png")
-    assert Image.open(tmp_path / "x.png").height > 3 * 3 * 16
+    assert torch.equal(cell, columns["two"][0, shown].expand(3, -1, -1).mul(255).byte())
 
 
 def test_a_run_learns(pretrain):
@@ -640,7 +567,7 @@ def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, met
 
 def test_resuming(pretrain, folder, capsys):
     """A resumed run has the settings given now, and prints what changed. It has the log and weights
-    of one that never stopped, wherever its data is, and even if it began with no training."""
+    of one that never stopped, wherever its data is."""
     first = pretrain("--resume")
     assert "nothing to resume" in capsys.readouterr().out
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
@@ -656,10 +583,6 @@ def test_resuming(pretrain, folder, capsys):
         "epochs", "weight_decay", "betas", "data"}
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
-    pretrain("--epochs", "0", name="late")
-    late = pretrain("--resume", name="late")
-    assert same(first["model"], late["model"])
-    assert [row["epoch"] for row in late["history"]] == [0, 1, 2]
 
 
 def test_resuming_needs_no_init(pretrain, monkeypatch):
@@ -686,33 +609,29 @@ def test_overwriting(pretrain, monkeypatch):
 
 # ------------------------------------------------------------------------------------- checkpoints
 def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
+    """Of another decoder, only the encoder is loaded. A run of ours also gives the sizes."""
     state = load(ROOT / "tests/golden/mae.pt")["state_dict"]
     torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
     words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
              "--epochs", "0", "--init", "mae.pth"]
-    content = pretrain(*words, name="other")               # another decoder: encoder only
+    content = pretrain(*words, name="other")
     assert torch.equal(content["model"]["encoder.cls_token"], state["cls_token"])
     said = capsys.readouterr().out
-    assert "mae.pth names no method: assuming 4 heads (--heads), and ImageNet's mean and" in said
     assert "newly initialised: decoder_blocks" in said and "not loaded: decoder_blocks" in said
     words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
-    content = pretrain(*words, name="whole")
-    assert same(content["model"], from_released(state))
+    assert same(pretrain(*words, name="whole")["model"], from_released(state))
     train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
-                "--epochs", "0"])                          # sizes are the file's: not 16 pixels
+                "--epochs", "0"])
     sizes = train.read_checkpoint("runs/sizes/last.pt")["config"]
     assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
 
 
-@pytest.mark.parametrize("method", train.METHODS)
+@pytest.mark.parametrize("method", ["mae", "minr"])
 def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
-    """Method, config and weights are enough for load_model, --eval, --init and finetune.py to find
-    the weights and how images are normalised. A folder can replace its last.pt."""
+    """Method, config and weights are enough for load_model, --eval and finetune.py to find the
+    weights and how images are normalised. A folder can replace its last.pt."""
     words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
              *flags(BASE[method])]
-    if method == "imae":
-        pretrain(*words[2:], name="mae")
-        words += ["--teacher", "runs/mae"]
     content, cls = pretrain(*words, name="old", own=[]), train.METHODS[method]
     Path("runs/own").mkdir()
     torch.save({name: content[name] for name in ("method", "config", "model")}, "runs/own/last.pt")
@@ -720,15 +639,12 @@ def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
     evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
                              "--eval", "runs/own"])
     assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
-    started = pretrain(*words, "--init", "runs/own", name="started", own=[])
     finetune.main(["--data", str(folder), "--checkpoint", "runs/own", "--name", "tuned",
                    "--batch_size", "8", "--epochs", "0", "--workers", "0"])
     tuned = train.read_checkpoint("runs/tuned")
     assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
-    for name, value in content["model"].items():
-        assert torch.equal(started["model"][name], value), name
-        if name.startswith("encoder.") and not name.startswith("encoder.norm"):
-            assert torch.equal(tuned["model"][name], value), name
+    token = "encoder.cls_token"
+    assert torch.equal(tuned["model"][token], content["model"][token])
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, spy):
@@ -773,23 +689,21 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     assert len(few) == 4
     for x, n in zip(few, noise_of_few):
         assert torch.equal(n, noise[(images == x).all((1, 2, 3))].squeeze(0))
-    for name, images, noise in (("all", images, noise), ("few", few, noise_of_few)):
-        model, (row,) = train.load_model(f"runs/{name}"), log(name)
-        with torch.no_grad():
-            decoded, mask = model.reconstruct(images, noise)
-        copied = model.encoder.copy_visible(decoded, images, mask)
-        truth, decoded, copied = (denormalize(x, model) for x in (images, decoded, copied))
-        grey = torch.where(model.encoder.pixels_of(mask) > 0, 0.5, truth)
-        columns = dict(original=truth, masked=grey, decoded=decoded, completed=copied)
-        for title, column in drawn.pop(0).items():
-            assert torch.allclose(column, columns.pop(title)[:8], atol=1e-5)
-        assert not columns
-        truth, decoded, copied = (patchify(x, 4) for x in (truth, decoded, copied))  # (B, 24, 48)
-        masked = [(x - y)[m > 0].square().mean() for x, y, m in zip(copied, truth, mask)]
-        for kind, errors in (("masked", masked), ("image", (copied - truth).square().mean((1, 2))),
-                             ("decoded", (decoded - truth).square().mean((1, 2)))):
-            wanted = sum(-10 * math.log10(error) for error in errors) / len(images)
-            assert row[f"psnr_{kind}"] == pytest.approx(wanted, abs=1e-3), kind
+    model, (row,) = train.load_model("runs/all"), log("all")
+    with torch.no_grad():
+        decoded, mask = model.reconstruct(images, noise)
+    copied = model.encoder.copy_visible(decoded, images, mask)
+    truth, decoded, copied = (denormalize(x, model) for x in (images, decoded, copied))
+    grey = torch.where(model.encoder.pixels_of(mask) > 0, 0.5, truth)
+    columns = dict(original=truth, masked=grey, decoded=decoded, completed=copied)
+    assert drawn[0].keys() == columns.keys()
+    assert all(torch.allclose(x, columns[name][:8], atol=1e-5) for name, x in drawn[0].items())
+    truth, decoded, copied = (patchify(x, 4) for x in (truth, decoded, copied))      # (B, 24, 48)
+    masked = [(x - y)[m > 0].square().mean() for x, y, m in zip(copied, truth, mask)]
+    for kind, errors in (("masked", masked), ("image", (copied - truth).square().mean((1, 2))),
+                         ("decoded", (decoded - truth).square().mean((1, 2)))):
+        wanted = sum(-10 * math.log10(error) for error in errors) / len(images)
+        assert row[f"psnr_{kind}"] == pytest.approx(wanted, abs=1e-3), kind
 
 
 def cells(path, column):
@@ -816,31 +730,23 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys):
     picture, recon = "runs/mae/eval_mae_half.png", "runs/half/recon.png"
     for column, wanted in ((0, 0), (1, 1), (3, 3)):        # original, masked, completed
         assert np.array_equal(cells(picture, column), cells(recon, wanted))
-    grey = (cells(picture, 2) == cells(picture, 0)).all(2)
-    visible = (cells(picture, 1) == cells(picture, 0)).all(2)
-    assert grey[visible].all()                             # the other run's visible patches, too
 
 
 def test_masks_of_an_evaluation(pretrain):
     """Each pattern and ratio has its own score. After training, a run is scored under its own
-    pattern, and on whole images, even in files. The picture has the first pattern."""
+    pattern, and on whole images, even in files."""
     row = pretrain("--mask", "grid", "--img_size", "12")["history"][-1]
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval", "runs/mae/last.pt"]
     rows = train.main([*words, "--masks", "random", "grid", "block"])
     scores = {(row["mask"], row["mask_ratio"]): row["psnr_masked"] for row in rows}
     assert len(rows) == len({*scores.values()}) == 6
     assert scores["grid", 0.75] == pytest.approx(row["psnr_masked"], abs=1e-4)
-    pictures = []
-    for mask in ("block", "random"):
-        again = train.main([*words, "--masks", mask, "grid"])
-        assert [row["psnr_masked"] for row in again[:2]] == [scores[mask, 0.5], scores[mask, 0.75]]
-        pictures.append(Path("runs/mae/eval_mae.png").read_bytes())
-    assert pictures[0] != pictures[1]
+    again = train.main([*words, "--masks", "block"])
+    assert [row["psnr_masked"] for row in again] == [scores["block", 0.5], scores["block", 0.75]]
 
 
 def test_eval_of_normalised_patches(pretrain):
     """With --leak_free, the true mean and variance of a patch are not used."""
-    pretrain("--norm_pix_loss")
     pretrain("--norm_pix_loss", name="[m]ae")              # a name, not a pattern
     words = ["--eval", "runs/[m]ae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
     (flattered,), (honest,) = train.main(words), train.main([*words, "--leak_free"])
