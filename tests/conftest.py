@@ -23,6 +23,7 @@ import train
 from vit import pair
 
 ROOT = Path(__file__).parent.parent
+FIVE = ("mae", "crossmae", "hypermae", "minr", "imae")     # METHODS may also have your own
 TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--batch_size", "8",
         "--epochs", "2", "--warmup_epochs", "1", "--workers", "0"]
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]

@@ -110,7 +110,8 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
         p.grad is None or not p.grad.any() or not p.grad.isfinite().all())]
     assert dead == []
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    wrong = sorted(n for n in frozen if not n.startswith("teacher.") and not n.endswith("pos_embed"))
+    wrong = sorted(n for n in frozen if not n.startswith("teacher.")
+                   and not n.endswith("pos_embed"))
     assert not wrong, f"a frozen copy must be called teacher; frozen: {wrong[0]}, ..."
 
 
@@ -416,8 +417,9 @@ def test_what_finetuning_reads_is_trained(name):
     last block."""
     model, (images, noise) = build(name), images_and_noise()
     extra = count_extra_tokens(model.state_dict())
+    pool = getattr(METHODS[name], "pool", finetune.default_pool(extra, 16))
     tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
-                                pool=getattr(METHODS[name], "pool", finetune.default_pool(extra, 16)))
+                                pool=pool)
 
     def gradients(encoder, value_of):
         """Return whether class, patch and extra tokens after the last block change value_of()."""
@@ -431,8 +433,8 @@ def test_what_finetuning_reads_is_trained(name):
     read = gradients(tuned.requires_grad_().encoder, lambda: tuned.features(images).square().sum())
     trained = gradients(model.encoder, lambda: model(images, noise)[0])
     assert any(read) and all(there for there, is_read in zip(trained, read) if is_read), (
-        "finetune.py pools the patch tokens, but the loss does not reach them after the last block. "
-        "If only the class token is trained, set `pool = \"token\"` in the class")
+        "finetune.py pools the patch tokens, but the loss does not reach them after the last "
+        "block. If only the class token is trained, set `pool = \"token\"` in the class")
 
 
 def draws_in_forward(model):
@@ -463,7 +465,7 @@ def test_the_seed_is_the_run(name, pretrain, folder):
     whole = not draws_in_forward(model) and not is_mean_over_images(model)
     a = pretrain(*words, name="a", own=flags(BASE[name]))
     b = pretrain(*words, "--accum", "1" if whole else "4", name="b", own=flags(BASE[name]))
-    assert a["history"][-1]["loss"] < 1e3, "the loss diverges at --lr 0.1, so runs cannot be compared"
+    assert a["history"][-1]["loss"] < 1e3, "the loss diverges at --lr 0.1: nothing to compare"
     assert same(a["model"], b["model"], atol=1e-6), (
         "--accum 4 changes the run: draws in forward repeat in each piece and process, or forward "
         "updates a buffer such as a centre (do that in after_step)")

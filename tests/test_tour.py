@@ -24,7 +24,7 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests import analyses, tour
-from tests.conftest import ROOT, settings
+from tests.conftest import FIVE, ROOT, settings
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
@@ -260,7 +260,7 @@ def read_page(path):
     return html.unescape(re.sub("<.*?>", "", page)), made
 
 
-@pytest.mark.parametrize("name", train.METHODS)
+@pytest.mark.parametrize("name", FIVE)
 def test_page(name, tmp_path):
     """A page has the lines of forward with the shapes that they make (CrossMAE's leaves patches
     out). Links from the diagram and from the paper's order lead to the right lines."""

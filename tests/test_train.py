@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 import finetune
 import train
 from mae import MAE
-from tests.conftest import (DECODER, ROOT, TINY, same, settings, stopping_after_two, together,
+from tests.conftest import (DECODER, FIVE, ROOT, TINY, same, settings, stopping_after_two, together,
                             write_pictures)
 from tests.golden import load
 from tests.test_methods import BASE, flags
@@ -539,7 +539,7 @@ def patched(_, *words):
 
 
 @pytest.mark.parametrize("processes, method, more", [
-    (3, "mae", []), *((2, name, []) for name in train.METHODS if name not in ("mae", "imae")),
+    (3, "mae", []), *((2, name, []) for name in FIVE if name not in ("mae", "imae")),
     (2, "imae", ["--compile"])])                           # without it: test_imae.py
 def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, method, more):
     """Processes divide the same images, crops and masks, and end with the same weights. The
@@ -669,7 +669,7 @@ def test_validation_is_as_training(pretrain, tune, spy):
         assert modes == [True] * 20                        # also after the first validation
 
 
-@pytest.mark.parametrize("method", train.METHODS)
+@pytest.mark.parametrize("method", FIVE)
 def test_psnr_by_hand(pretrain, folder, spy, method):
     """PSNR and recon.png show what reconstruct returns for fixed noise, which depends only on the
     image: not on the seed or on the number of images."""
