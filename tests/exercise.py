@@ -322,7 +322,7 @@ def handout(folder, names):
     text = re.sub(r"(?s)<img[^>]*hero\.svg.*?learns by\. ", "", readme.read_text("utf-8"))
     text = re.sub(r"(?s)<picture>.*?</picture>\n", "", text)           # both show a solution
     for picture in ("hero.svg", "tour.png", "tour_dark.png"):
-        (folder / ".github" / picture).unlink()
+        (folder / ".github" / picture).unlink(missing_ok=True)
     teach = "\n## Teach\nSee [TASKS.md](TASKS.md).\n"    # there is no git in this copy
     readme.write_text(re.sub(r"(?s)\n## Teach\n.*?(?=\n## |$)", teach, text), "utf-8")
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "

@@ -9,9 +9,11 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 import finetune
@@ -114,6 +116,13 @@ def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
     assert not (desk / "runs/new").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(train.main, BASE["eval"], "--eval")
+
+
+def test_a_download_that_fails(monkeypatch, refused):
+    def download(*_, **__):
+        raise URLError("no route to host")
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", download)
+    refused(train.main, ["--data", "cifar10", "--name", "new"], "--data cifar10", "no route")
 
 
 # ------------------------------------------------------------------------- checkpoints of strangers

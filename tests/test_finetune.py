@@ -3,6 +3,7 @@
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,6 +164,16 @@ def test_a_linked_folder_keeps_its_name(folder, pretrain):
             (finetune.main, [*TINY, "--mode", "scratch"], "scratch_birds")):
         main([*words, "--data", "birds", "--epochs", "0"])
         assert Path("runs", name, "last.pt").exists()
+
+
+@pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
+    ("runs/mae_shapes/last.pt", "linear", None, 1.0, "mae_shapes_linear"),
+    ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
+    (None, "scratch", None, 1.0, "scratch_shapes")])
+def test_names_of_runs(checkpoint, mode, data, labels, name):
+    """A run is named after its checkpoint and mode, then --data and --labels if they are given."""
+    args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
+    assert finetune.run_name(args) == name
 
 
 def test_starts(folder, tune):

@@ -253,6 +253,8 @@ def test_decoders(tmp_path):
         got = train.read_image(str(tmp_path / name))
         assert got.dtype == torch.uint8, name
         assert torch.equal(got, v2.functional.pil_to_tensor(wanted)), name
+    image.save(tmp_path / "exif.png", exif=b"Exif\0\0garbage!")          # a broken field
+    assert torch.equal(*(train.read_image(str(tmp_path / x)) for x in ("exif.png", "x.bmp")))
 
 
 class Cifar:
