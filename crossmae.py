@@ -6,7 +6,7 @@ tokens, so no prediction depends on the others. This allows partial reconstructi
 a random subset of the masked patches (`prediction_ratio`); the rest cost the decoder nothing. With
 inter-block attention, each decoder block attends to its own learned mix of feature maps: the
 encoder's tokens before its first block and after each block. The loss is the mean squared error
-over the pixels of the predicted patches, by default normalised.
+over the pixels of the predicted patches. By default, these pixels are normalised.
 
 Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Dependence for Masked
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
@@ -238,8 +238,8 @@ def choose_maps(feature_maps, include_input, depth):
 #      norm. A.3 also tried norms before mixing, without gain; we have none. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. By default the prediction ratio is 0.75, as in Sec. 4.2; Appendix C seems to say 0.25.
-#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. All decoder
-#      blocks share the projections, one per map (Table 9).
+#   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has
+#      one projection, which all decoder blocks share (Table 9).
 #   8. Table 3d neither lists its maps nor counts the input; 3,7,11 would be evenly spaced.
 #   9. For all ViTs, A.6 uses MAE's decoder width, and so do we: 512 by default. For ViT-S, the
 #      release uses decoder_dim 256 and decoder_heads 8: set these flags.

@@ -4,7 +4,7 @@ The MLP is called PaCo-MLP (patch-coordinate MLP). One of its layers, the matrix
 each image; all images share the other layers. ViT blocks called Feat2W read the encoded visible
 patches and a few learned weight tokens, and turn the weight tokens into M. There are no mask
 tokens: a masked patch costs one pass through the MLP. The loss is the mean squared error over the
-pixels of the masked patches, by default normalised.
+pixels of the masked patches. By default, these pixels are normalised.
 
 Belagali, Zhou, Li, Samaras: HyperMAE: Modulating Implicit Neural Representations for MAE Training
 (SSL workshop at NeurIPS 2023). Release: https://github.com/cvlab-stonybrook/HyperMAE
@@ -34,10 +34,10 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
-    coordinate c (row, then column) is multiplied by dim/2 frequencies f, a geometric sequence from
-    1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP learns
-    fine detail only slowly. Features are float32: half precision is too coarse for phases up to pi
-    sigma. (Same in minr.py.)"""
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f. They form a geometric
+    sequence, from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. On raw coordinates
+    an MLP learns fine detail only slowly. Features are float32: half precision is too coarse for
+    phases up to pi sigma. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -178,7 +178,7 @@ class HyperMAE(nn.Module):
 #   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has no ReLU
 #      just before or after M, so three linear layers come in a row. We follow the release by
 #      default, and Sec. 2.2 with `relu_around_m`.
-#   2. Sec. 2.1 takes MAE's encoder, with a final norm. The release never calls this norm; we have
+#   2. Sec. 2.1 uses MAE's encoder, which ends in a norm. The release never calls it; we have
 #      none. As in the release, no norm follows Feat2W, and weight tokens and T have std 0.02.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight

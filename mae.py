@@ -2,8 +2,8 @@
 
 A ViT encodes only the quarter of the patches that stays visible, so a large encoder is cheap to
 train. A small decoder gets the encoded patches and, for every masked patch, the learned mask token
-plus the position of the patch. It predicts the pixels of the masked patches, by default normalised;
-the loss is their mean squared error. After pretraining, only the encoder is kept.
+plus the position of the patch. It predicts the pixels of the masked patches; the loss is their mean
+squared error. By default, the pixels of each patch are normalised. Only the encoder is kept.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.

@@ -39,10 +39,10 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
-    coordinate c (row, then column) is multiplied by dim/2 frequencies f, a geometric sequence from
-    1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. From raw coordinates, an MLP learns
-    fine detail only slowly. Features are float32: half precision is too coarse for phases up to pi
-    sigma. (Same in hypermae.py.)"""
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f. They form a geometric
+    sequence, from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. On raw coordinates
+    an MLP learns fine detail only slowly. Features are float32: half precision is too coarse for
+    phases up to pi sigma. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -78,9 +78,9 @@ class MINR(nn.Module):
     """
 
     recipe = dict(  # the release's for Imagenette, as our summary gives no recipe. `crop` replaces
-        # the release's random crop of 182 pixels (it does not resize on Imagenette). For other data
-        # see tests/FLAGS.md. The release divides TransINR's learning rate by 10 after 80% of the
-        # epochs (not implemented)
+        # the release's random crop of 182 pixels; on Imagenette, it does not resize. For other
+        # data see tests/FLAGS.md. The release divides TransINR's learning rate by 10 after 80% of
+        # the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     # our own settings for images of up to 64 pixels, or encoders no wider than micro
@@ -189,10 +189,10 @@ class MINR(nn.Module):
         return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
     def sample_pixels(self, images, mask):
-        """Choose the pixels of images (B,C,H,W) for the loss. In training, a random pixel_fraction
-        is chosen, the same pixels in all images. Returns their coordinates (N,2), their colours
-        (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves coordinates.
-        PyTorch's default generator draws the random numbers."""
+        """Choose the pixels of images (B,C,H,W) for the loss. In training, this is a random subset,
+        pixel_fraction of all pixels, the same in all images. Returns their coordinates (N,2), their
+        colours (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves
+        coordinates. PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
         colours = images.flatten(2).transpose(1, 2).float()            # (B, H*W, C)
