@@ -111,29 +111,14 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     if args.rank == 0 and not history:                     # no --resume may continue an old run
         (folder / "last.pt").unlink(missing_ok=True)
 
-    def write_log():
-        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-
-    def save_run(columns):
-        """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
-        weights, epoch = model.state_dict(), history[-1]["epoch"]
-        require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
-                f"epoch {epoch}: use --clip_grad or a lower --lr")
-        save(folder / "last.pt", dict(
-            content, model=weights, optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
-            epoch=epoch, history=history, flags=vars(args), classes=train.classes,
-            mean=model.mean, std=model.std, torch=str(torch.__version__)))
-        write_log()
-        if columns:
-            save_picture(columns, folder / "recon.png")
-
+    content.update(classes=train.classes, mean=model.mean, std=model.std, flags=vars(args))
     if args.rank == 0 and history:                         # a killed run may lack its last row
-        write_log()
+        write_log(history, folder)
     if args.epochs == 0 and not history:                   # no training: save the initial model
         scores, columns = evaluate()
         history.append({"epoch": 0, **scores})
         if args.rank == 0:
-            save_run(columns)
+            save_run(folder, model, optimizer, scaler, history, content, columns)
     batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
     saved_at = perf_counter()
     for epoch in range(start, args.epochs):
@@ -145,7 +130,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
         if epoch == start:
             report_unreadable(train, args)
         if args.rank == 0 and (due or perf_counter() - saved_at > 60):
-            save_run(columns)
+            save_run(folder, model, optimizer, scaler, history, content, columns)
             saved_at = perf_counter()
         shown = [f"{name} {history[-1][name]:.4g}" for name in
                  ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
@@ -835,6 +820,24 @@ def run_of(path):
     """Return the name of a checkpoint's run or, if the file is not a last.pt, the file's name."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
+
+
+def save_run(folder, model, optimizer, scaler, history, content, columns):
+    """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
+    weights, epoch = model.state_dict(), history[-1]["epoch"]
+    require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
+            f"epoch {epoch}: use --clip_grad or a lower --lr")
+    save(folder / "last.pt", dict(
+        content, model=weights, optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+        epoch=epoch, history=history, torch=str(torch.__version__)))
+    write_log(history, folder)
+    if columns:
+        save_picture(columns, folder / "recon.png")
+
+
+def write_log(history, folder):
+    """Write log.jsonl, a row for each epoch."""
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
 
 
 def save(path, content):
