@@ -211,8 +211,7 @@ class CrossMAE(nn.Module):
 
 def choose_maps(feature_maps, include_input, depth):
     """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
-    the output of block i. Raises InputError unless feature_maps is "all" or lists blocks from 0 to
-    depth - 1, the last one included."""
+    the output of block i. Raises InputError if the last block is missing or one does not exist."""
     blocks = range(depth) if feature_maps == "all" else feature_maps
     require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
             f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "

@@ -382,8 +382,7 @@ def linear_weight(weight):
 
 
 def linear_patch_embed(state):
-    """Rename and reshape a patch embedding that the state dict stores as a convolution,
-    `patch_embed.proj`; other entries are unchanged."""
+    """Turn a patch embedding stored as a convolution, `patch_embed.proj`, into a linear layer."""
     return {name.replace("patch_embed.proj.", "patch_embed."):
             linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
             for name, value in state.items()}
@@ -401,8 +400,7 @@ def from_released(state):
 
 
 def to_released(model):
-    """Invert from_released: return the state dict of a model with an `encoder`, under the released
-    names."""
+    """Invert from_released: return the state dict of a model under the released names."""
     state = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
     weight = state.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
     state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)      # (D, C, p, q)

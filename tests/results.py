@@ -8,7 +8,7 @@ Each result is a line of --out. If it has several lines, all of them count. A se
 randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
 pretraining. With another --out, --tables only prints its tables. Otherwise, it also
-draws .github/recipe.svg, from copies of finetune.py's log.jsonl named tests/recipe_NAME.jsonl.
+draws .github/recipe.svg, from copies of log.jsonl named tests/recipe_NAME.jsonl.
 """
 
 import argparse
@@ -378,6 +378,19 @@ def dots_of(numbers):
             yield encoder, NAMES[encoder], points, center
 
 
+RECIPE = {  # column of the logs: title of a panel, names of its axes
+    "psnr_masked": ("ViT-tiny, CIFAR-10: pretraining", "epochs", "PSNR of masked pixels, dB"),
+    "top1": ("ViT-tiny, CIFAR-10: classification", "epochs with labels", "test accuracy, %")}
+
+
+def curves_of(folder, column):
+    """Return the series of a panel: a line for each recipe_NAME.jsonl that has this column."""
+    for kind, log in zip(FIRST[2:], sorted(folder.glob("recipe_*.jsonl"))):
+        points = [(row["epoch"], row[column]) for row in read_lines(log) if column in row]
+        if points:
+            yield kind, log.stem.partition("_")[2].replace("_", " "), points, None
+
+
 def draw(path, panels):
     """Write a picture of panels side by side."""
     size = f'width="{WIDTH * len(panels)}" height="{HEIGHT}"'
@@ -406,12 +419,10 @@ def write_tables(folder):
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
               "20-NN accuracy, % (up is better)", [*dots_of(numbers)], shift=i * WIDTH)
         for i, numbers in enumerate(every)])
-    curves = [(kind, log.stem.partition("_")[2].replace("_", " "), [
-        (row["epoch"], row["top1"]) for row in read_lines(log) if "top1" in row], None)
-        for kind, log in zip(FIRST[2:], sorted(folder.glob("recipe_*.jsonl")))]
-    if curves:
-        draw(pictures / "recipe.svg", [
-            panel("ViT-tiny, CIFAR-10", "epochs with labels", "test accuracy, %", curves)])
+    curves = {column: [*curves_of(folder, column)] for column in RECIPE}
+    draw(pictures / "recipe.svg", [
+        panel(*RECIPE[column], series, shift=i * WIDTH)
+        for i, (column, series) in enumerate(curves.items()) if series])
 
 
 def main(argv=None):

@@ -108,6 +108,15 @@ def test_picture():
                 assert abs(cx - x) > r + 3.5 * len(label) or not -r < y - cy + 3 < r + 15
 
 
+def test_curves():
+    """recipe.svg has a dot for each epoch of each log in which the panel's column was measured."""
+    curves = [series for column in results.RECIPE
+              for series in results.curves_of(ROOT / "tests", column)]
+    svg = (ROOT / ".github/recipe.svg").read_text(encoding="utf-8")
+    assert svg.count("<circle") == sum(len(points) for _, _, points, _ in curves) > 0
+    assert all(f">{name}</text>" in svg for _, name, _, _ in curves)
+
+
 def test_tables_are_up_to_date(tmp_path):
     for name in ("README.md", "tests/RESULTS.md", "tests/results.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
