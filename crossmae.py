@@ -1,4 +1,4 @@
-"""CrossMAE: each masked patch is decoded on its own, from the encoder's tokens alone.
+"""CrossMAE: each masked patch is decoded on its own, only from the encoder's tokens.
 
 In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
 Here they are decoded by cross-attention: each mask token is a query that attends only to encoder
@@ -26,8 +26,8 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights,
 
 
 class CrossAttention(nn.Module):
-    """Let queries x (B,P,E) attend to tokens y (B,1+K,D), as in Sec. 3.2: (B,P,E). `kv` projects y
-    from width D to keys and values of width E. As in the released weights, it outputs k and v
+    """Let queries x (B,P,E) attend to tokens y (B,1+K,D) (Sec. 3.2). Returns (B,P,E). `kv` projects
+    y from width D to keys and values of width E. As in the released weights, it outputs k and v
     concatenated, each with its heads concatenated."""
 
     def __init__(self, dim, context_dim, heads):
@@ -72,9 +72,9 @@ class CrossBlock(nn.Module):
 
 
 class CrossMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
-    features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 75% and 12 decoder blocks
-    (Sec. 4.1, 4.2, A.6), and normalised targets (mentioned only in Figure 5's caption).
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
+    features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 0.75, 12 decoder blocks (Sec.
+    4.1, 4.2, A.6). Targets are normalised (mentioned only in Figure 5's caption).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -182,8 +182,8 @@ class CrossMAE(nn.Module):
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
         default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
-        metrics is {"loss": the detached loss}. With the default noise and no self_attention, it is
-        an unbiased estimate of the loss over all masked patches (Sec. 3.3, 4.4)."""
+        metrics is {"loss": the detached loss}. With the default noise and no self_attention, the
+        loss is an unbiased estimate of that over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -195,7 +195,7 @@ class CrossMAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
         1 = masked. All patches are predicted, though the loss ignores visible and skipped ones.
-        leak_free un-normalises without the true mean and variance (see ViT.paste_patches)."""
+        With leak_free, the true patches' mean and variance are not used (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         features = self.encode(images, ids_keep)
@@ -211,7 +211,7 @@ class CrossMAE(nn.Module):
 
 def choose_maps(feature_maps, include_input, depth):
     """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
-    the output of block i. Raises InputError if the last block is missing or one does not exist."""
+    the output of block i. Raises InputError if the last block is missing or a block is unknown."""
     blocks = range(depth) if feature_maps == "all" else feature_maps
     require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
             f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "

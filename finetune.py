@@ -56,7 +56,7 @@ def nearest_neighbours(args):
 
 
 def prepare(args):
-    """Open the checkpoint and the data, and build the classifier. Returns it, its constructor
+    """Open the checkpoint and the data, and build a Classifier. Returns the model, its constructor
     arguments, train, val, the image size, and the last.pt of a run that is resumed, or {}."""
     saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
     source = saved or {"config": {}, "flags": {}, "model": {}}
@@ -172,7 +172,7 @@ def keep_labels(dataset, fraction, seed):
 
 # -------------------------------------------------------------------------- the model, the recipes
 class Classifier(nn.Module):
-    """A ViT with a classification head. In training, `loss, metrics = model(images, targets)`.
+    """A ViT with a classification head. In training, call `loss, metrics = model(images, targets)`.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -182,8 +182,8 @@ class Classifier(nn.Module):
             token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
             without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
-        norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, it has one only
-            for the class token (CrossMAE A.6). Other features get fc_norm instead (MAE's release)
+        norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, the encoder has
+            one for the class token (CrossMAE A.6). Other features get fc_norm (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
     """

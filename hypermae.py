@@ -44,7 +44,7 @@ def fourier_features(coords, dim, sigma):
 
 
 class HyperMAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
     features. Defaults follow the paper (Table 3, Sec. 5.3), but targets are normalised (item 6).
 
     Args:
@@ -129,7 +129,7 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
         are (B,P,2), or (P,2) if all images share them. M (B,h,h) is a layer without a bias. A ReLU
-        follows every layer except the last and, without relu_around_m, except M and the layer
+        follows every layer except the last. Without relu_around_m, none follows M or the layer
         before M (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)

@@ -25,7 +25,7 @@ from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, pair, re
 
 class IMAE(nn.Module):
     """`loss, metrics = model(images)`; `unmix` separates mixtures; `reconstruct` predicts all
-    patches; `encoder` gives features. Defaults are ViT-B, MAE's decoder and plain targets (item 8).
+    patches; `encoder` returns features. Defaults: ViT-B, MAE's decoder and plain targets (item 8).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -129,10 +129,10 @@ class IMAE(nn.Module):
         Algorithm 1's perm(img), by default each image's predecessor in the batch (item 7). noise
         (B,L) and alpha, the weight of `images`, are drawn by default. alpha is a number or (B,).
 
-        The loss, a float32 scalar, adds two mean squared errors for each branch: that of its masked
-        patches, and distill_weight times that between its latent and the teacher's (items 1, 2, 4).
-        metrics has detached scalars: "loss"; "subordinate" and "dominant" (if two branches), the
-        errors of patches; and "distill", the sum of the errors of latents, not yet weighted."""
+        The loss, a float32 scalar, is a sum over branches. Each adds the mean squared error of its
+        masked patches, and distill_weight times that of its latent (from the teacher's; items 1, 2,
+        4). metrics has detached scalars: "loss", "subordinate" and, with two branches, "dominant"
+        (the branches' patch errors), and "distill" (the unweighted sum of their latent errors)."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -154,8 +154,8 @@ class IMAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised, unmixed images (B,C,H,W) with the dominant branch, or with the
         only one. Returns the result (B,C,H,W) and the mask (B,L), 1 = masked. Visible patches are
-        also predicted, although the loss ignores them. leak_free un-normalises without the true
-        patches' mean and variance (see ViT.paste_patches)."""
+        also predicted, although the loss ignores them. With leak_free, the true patches' mean and
+        variance are not used (see ViT.paste_patches)."""
         # with alpha 1, the mixture is the image itself, and the image is dominant
         decoded, mask = self.unmix(images, images, 1.0, noise, mask_ratio, leak_free)
         return decoded[-1], mask                                       # (B, C, H, W), (B, L)
@@ -186,8 +186,8 @@ class IMAE(nn.Module):
         return torch.full((), alpha, device=device)        # created on the device: no copy
 
     def from_mae(self, state):
-        """Adapt an MAE's state dict to this model, for --init: its decoder embedding is copied to
-        F_1 and F_2 (item 6)."""
+        """Adapt an MAE's state dict to this model, for --init: each branch's F_i becomes a copy
+        of the MAE's decoder embedding (item 6)."""
         state = dict(state)
         for part in ("weight", "bias"):
             if f"decoder_embed.{part}" in state:

@@ -22,8 +22,8 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, sincos_po
 
 
 class MAE(nn.Module):
-    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` gives
-    features. Defaults: ViT-B and normalised pixels; in the paper's ablations, ViT-L and plain ones.
+    """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
+    features. Defaults are ViT-B and normalised pixels (the paper's ablations: ViT-L, plain pixels).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -105,8 +105,8 @@ class MAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
-        1 = masked. Visible patches are also predicted, although the loss ignores them. leak_free
-        un-normalises without the true patches' mean and variance (see ViT.paste_patches)."""
+        1 = masked. Visible patches are also predicted, although the loss ignores them. With
+        leak_free, the true patches' mean and variance are not used (see ViT.paste_patches)."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order

@@ -1,12 +1,12 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
 An implicit neural representation (INR) of an image is an MLP from a pixel's coordinates to its
-colour; it can render any resolution. Fitting one to each image would be slow, so a hypernetwork
-predicts it in a single pass: a ViT encodes the image, with 75% of its patches set to zero, together
-with learned weight tokens. Its outputs at these tokens are combined with weights that all images
-share; the results are the weights of the modulated (instance-specific) layers. GINR modulates only
-the second layer, TransINR all five. The other layers are the same for all images. The loss is the
-mean squared error over all pixels, masked and visible; MAE's ignores visible ones.
+colour. It can render any resolution. Fitting one to each image would be slow, so a hypernetwork, a
+ViT, predicts it in a single pass. The ViT reads the image, with 75% of its patches set to zero, and
+learned weight tokens. Its outputs at these tokens are combined with weights that all images share.
+The results are the weights of the modulated (instance-specific) layers. GINR modulates only the
+second layer, TransINR all five. The other layers are the same for all images. The loss is the mean
+squared error over all pixels, masked and visible; MAE's ignores visible ones.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (OOD-CV workshop
 at ICCV 2023, arXiv 2507.22404; we had only a summary). Release: https://github.com/heosuab/MINR.
@@ -50,9 +50,9 @@ def fourier_features(coords, dim, sigma):
 
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
-    `render` at any size; `encoder` gives features. Images are in [0, 1]. Defaults follow the
-    summary of the paper, called "paper" below, e.g. a grid of 14 x 14 patches (item 1), or the
-    release where the summary gives no value.
+    `render` at any size; `encoder` returns features. Images are in [0, 1]. Defaults follow the
+    summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where it gives
+    no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -189,7 +189,7 @@ class MINR(nn.Module):
         return x @ W + bias + self.out_bias    # (B, N, C) no ReLU after the last layer; item 5
 
     def sample_pixels(self, images, mask):
-        """Choose the pixels of images (B,C,H,W) for the loss. In training, this is a random subset,
+        """Choose pixels of images (B,C,H,W) for the loss. In training, they are a random subset:
         pixel_fraction of all pixels, the same in all images. Returns their coordinates (N,2), their
         colours (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves
         coordinates. PyTorch's default generator draws the random numbers."""

@@ -94,9 +94,9 @@ def pretrain(args):
 
 def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content):
     """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
-    returns the model's arguments. evaluate() returns scores {name: value} and the columns of
-    recon.png, or None. `saved` is the last.pt of a run that is resumed, or {}. `content` is saved
-    with every last.pt."""
+    returns the model's arguments. evaluate() returns scores {name: value}, and the columns of
+    recon.png (None: no picture). `saved` is the last.pt of a run that is resumed, or {}. Every
+    last.pt also gets `content`."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n and args.batch_size % pieces == 0,
             f"--batch_size {args.batch_size} must be at most {n}, the number of images, and "
@@ -141,7 +141,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
 
 def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_inputs, args):
     """Train for an epoch, on the next `steps` batches, and return its row for the log. `net` is the
-    model, wrapped for several processes or compiled."""
+    model as returned by `wrap`."""
     totals, waited = {}, 0.0
     pause = 0.1 if sys.stderr.isatty() else 60             # a log file gets a line each minute
     bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
@@ -176,7 +176,7 @@ def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_input
 
 
 def train_step(net, optimizer, scaler, inputs, seed, args):
-    """Take one optimizer step on the batch `inputs`, the arguments of net, in --accum pieces.
+    """Take one optimizer step, in --accum pieces. `inputs` are net's arguments for the whole batch.
     Returns metrics {name: value} on the device. Never synchronises host and device."""
     metrics = {}
     for i in range(args.accum):
@@ -274,9 +274,9 @@ def describe(args, model, train, val):
 
 # --------------------------------------------------------------------------- the model, the recipe
 def build_model(args, config, source, resumed):
-    """Return the model of --method, and its constructor arguments: `config`, those of the encoder,
-    and the method's own. Weights are random or from --init, read as `source`. If a run is resumed,
-    `source` is its last.pt, which also holds any teacher; `resume` loads the weights."""
+    """Return the model of --method, and its constructor arguments: the encoder's (`config`) and the
+    method's own. Weights are random or from `source`, the --init file. When a run is resumed,
+    `source` is its last.pt, and `resume` loads the weights. Any teacher's sizes are also in it."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
@@ -332,9 +332,9 @@ def fill_in(args, defaults):
 
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     """Set the training flags that were not given, from `recipe` or, if is_low_res(config), from
-    `low_res` and then `recipe`. Three depend on others: the batch size is at most a tenth of n, the
-    number of training images; the warmup is shortened like the run; without --lr, the learning rate
-    is lr or blr * batch_size / 256 (MAE A.1), times lr_scale (CrossMAE A.6)."""
+    `low_res` and then `recipe`. Three are adapted. The batch size is at most a tenth of n, the
+    number of training images. The warmup is shortened like the run. The learning rate is lr or,
+    without one, blr * batch_size / 256 (MAE A.1). lr_scale multiplies it (CrossMAE A.6)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
@@ -385,8 +385,9 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 
 @torch.no_grad()
 def compare(args):
-    """Run --eval: print the checkpoints' PSNR for each mask and ratio, and return these rows. Draws
-    the reconstructions for the first mask and ratio. (The papers' analyses: tests/analyses.py.)"""
+    """Run --eval: print a row of PSNR for each checkpoint, mask and ratio, and return the rows.
+    Draws the reconstructions for the first mask and ratio. (Papers' analyses: tests/analyses.py.)
+    """
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
     rows, names, columns, paths, first = [], [], {}, [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
@@ -424,8 +425,8 @@ def compare(args):
 
 
 def save_picture(columns, path):
-    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with the titles above.
-    Enlarges small images up to 96 pixels. Shows the first three channels, or only the first."""
+    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with titles at the top.
+    Enlarges small images to at most 96 pixels. Shows three channels or, if there are fewer, one."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
     size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
@@ -449,8 +450,8 @@ def as_table(rows):
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
     """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
-    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, which files
-    always have, workers load images one by one. Without it, crop_batch crops a whole batch."""
+    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, workers load
+    images one by one (files need one). Without it, crop_batch crops whole batches for training."""
 
     def __init__(self, images, labels, classes):
         # An array of bytes: counting references would copy a list of strings into every worker.
@@ -466,8 +467,8 @@ class ImageDataset(Dataset):
 
     def __getitem__(self, key):
         """Return image i and its label, for key = (seed, i), where seed is for random transforms.
-        In place of an image that cannot be read, another one is drawn, the same for all seeds. If
-        the seed is 0 (validation), a black one is returned, with the label UNREADABLE."""
+        If the image cannot be read, another one replaces it, the same for all seeds. But if the
+        seed is 0 (validation), a black image and the label UNREADABLE are returned."""
         seed, i = key
         image, g = self.read(i), torch.Generator().manual_seed(i)
         if image is None and seed != 0:
@@ -482,7 +483,7 @@ class ImageDataset(Dataset):
         return self.transform(image), self.labels[i].item()
 
     def read(self, i):
-        """Return image i, or None if its file cannot be read. Prints the names of the first ten."""
+        """Return image i, or None if its file cannot be read. Names the first ten such files."""
         if self.in_memory:
             return self.images[i]
         file = os.fsdecode(self.images[i])
@@ -504,8 +505,8 @@ UNREADABLE = -2                                            # the label of a file
 
 
 def report_unreadable(dataset, args):
-    """Print how many files of a dataset cannot be read, if more are known than before. Raises
-    InputError if they are more than a tenth."""
+    """Print the number of a dataset's files that cannot be read, if it has grown. Raises InputError
+    if it exceeds a tenth of the files."""
     flags = dataset.unreadable.int().to(args.device)
     if args.world > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
@@ -598,9 +599,8 @@ def open_folder(root, img_size, args, parts):
 
 
 def list_folder(root, parts):
-    """Return (files, labels, classes) for each of the `parts`: from class folders in train/ and
-    val/, or from a plain folder, where a hash of the name selects about 5% of the images for val.
-    """
+    """Return (files, labels, classes) for each of the `parts`. The files are in class folders in
+    train/ and val/, or in a plain folder. There, a hash of the name selects about 5% for val."""
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
@@ -629,9 +629,9 @@ def list_folder(root, parts):
 
 
 def find_images(root):
-    """Return the sorted image files in a folder and its subfolders, also behind links, each folder
-    once. Names that begin with a dot, and __MACOSX, are not images. Prints how many files have
-    other types. Raises InputError if a folder with train/ and val/ is among the subfolders."""
+    """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
+    folder once. Skips names that begin with a dot, and __MACOSX. Prints the number of files of
+    other types. Raises InputError if one of the folders has subfolders train/ and val/."""
     files, others = [], Counter()
     seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -700,9 +700,9 @@ def val_batches(dataset, args, img_size, most=None):
 
 
 def crop_batch(images, img_size, args):
-    """Crop, resize and flip this process's in-memory images (b,C,H,W), each in its own way, like
-    crop_transform, but bilinearly. Returns floats. Crops that exceed the image are clipped. As in
-    validation, images are stretched if img_size has another aspect ratio."""
+    """Crop, resize and flip this process's in-memory images (b,C,H,W), each independently. Unlike
+    crop_transform, this interpolates bilinearly. Returns floats. Crops that exceed the image are
+    clipped. As in validation, images are stretched if img_size has another aspect ratio."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
@@ -730,8 +730,8 @@ def crop_transform(img_size, args, *more):
 
 def center_crop(image, img_size, fraction=None):
     """Crop the centre of an image (C,h,w) and resize it to img_size. The crop is the largest one
-    with the aspect ratio of img_size, its sides multiplied by `fraction`. By default, this is 1 or,
-    for images with a side of 224 pixels or more, 7/8, as in MAE (224 of 256 pixels)."""
+    with the aspect ratio of img_size, its sides multiplied by `fraction`. By default, this is 7/8
+    if a side has 224 pixels or more, as in MAE (224 of 256 pixels), and 1 otherwise."""
     (h, w), (H, W) = image.shape[1:], img_size
     fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
     scale = fraction * min(h / H, w / W)
@@ -797,8 +797,8 @@ def draw_shapes(n, img_size, seed):
 # ------------------------------------------------------------------------------------ checkpoints
 def open_run(args, name):
     """Create the folder of this run, named `name` unless --name is given. Returns its last.pt if
-    --resume finds one, otherwise {}. Raises InputError if the folder exists, without --resume or
-    --overwrite. run_cli removes a folder in which nothing was saved."""
+    --resume finds one, otherwise {}. Without --resume or --overwrite, raises InputError if the
+    folder exists. run_cli removes a folder in which nothing was saved."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
     if args.rank == 0:
@@ -823,7 +823,7 @@ def run_of(path):
 
 
 def save_run(folder, model, optimizer, scaler, history, content, columns):
-    """Write last.pt and log.jsonl, from which --resume continues, and recon.png."""
+    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png."""
     weights, epoch = model.state_dict(), history[-1]["epoch"]
     require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
             f"epoch {epoch}: use --clip_grad or a lower --lr")
@@ -1054,7 +1054,7 @@ DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORL
 
 
 def new_parser(script, about):
-    """Return a parser that has no flags yet: which ones it gets depends on some of them."""
+    """Return a parser without flags: which ones it gets depends on --method, --eval or --mode."""
     about += ("\n\nDefaults are in parentheses. low_res: those for images of up to 64 pixels, and "
               "for any\nencoder no wider than micro, for which they were chosen.")
     return argparse.ArgumentParser(script, usage=argparse.SUPPRESS, allow_abbrev=False,
@@ -1093,7 +1093,7 @@ def add_method_arguments(parser, cls):
 
 def run_cli(parser, work, argv):
     """Parse `argv`, by default the command line, and return work(args). Invalid input ends with a
-    one-line error message, a bug with its traceback."""
+    one-line error message. A bug ends with its traceback."""
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])

@@ -231,7 +231,7 @@ class ViT(nn.Module):
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
     def mask(self, images, noise, mask_ratio):
-        """Choose visible patches: ids_keep (B,K), ids_mask (B,L-K) and mask (B,L), as from masking.
+        """Choose visible patches. Returns ids_keep (B,K), ids_mask (B,L-K), mask (B,L), as masking.
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
         Raises ValueError if the shape is not (B,L), or if a bool mask does not leave K visible."""
         B, L = images.shape[0], self.num_patches
@@ -317,7 +317,7 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
     def copy_visible(self, decoded, images, mask):
-        """Return `decoded` (B,C,H,W), but with the visible patches of images: mask (B,L) is 0."""
+        """Return `decoded` (B,C,H,W), with patches of `images` where mask (B,L) is 0 (visible)."""
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
@@ -416,9 +416,9 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 
 def sizes_of(state, path, heads=None):
-    """Infer the encoder's constructor arguments from the shapes in a state dict with our names, for
-    RGB images, and square patches in a square grid. Shapes do not show the number of heads: it is
-    `heads`, or that of the SIZES with this width and depth. Raises InputError unless they fit."""
+    """Infer the encoder's constructor arguments from the shapes in a state dict with our names.
+    Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads.
+    It is `heads` or that in SIZES for this width and depth. Raises InputError if this fails."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
