@@ -183,7 +183,7 @@ class Classifier(nn.Module):
             without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
         norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, the encoder has
-            one for the class token (CrossMAE A.6). Other features get fc_norm (MAE's release)
+            one only if pool is "token" (CrossMAE A.6). Other features get fc_norm (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
     """

@@ -87,8 +87,8 @@ class IMAE(nn.Module):
 
     def mix_images(self, images, partners, alpha):
         """Mix images and partners (B,C,H,W). alpha, the weight of `images`, is a number or (B,).
-        Returns mix and (x_1, x_2), subordinate and dominant images, (B,C,H,W) each. If alpha is
-        exactly 0.5, `images` are subordinate (item 3). Raises ValueError if the shapes differ."""
+        Returns the mixture and (x_1, x_2), the subordinate and the dominant images, (B,C,H,W) each.
+        At alpha 0.5, `images` are subordinate (item 3). Raises ValueError if the shapes differ."""
         if partners.shape != images.shape:
             raise ValueError(f"partners are {tuple(partners.shape)}, but images are "
                              f"{tuple(images.shape)}")
@@ -129,8 +129,8 @@ class IMAE(nn.Module):
         Algorithm 1's perm(img), by default each image's predecessor in the batch (item 7). noise
         (B,L) and alpha, the weight of `images`, are drawn by default. alpha is a number or (B,).
 
-        The loss, a float32 scalar, is a sum over branches. Each adds the mean squared error of its
-        masked patches, and distill_weight times that of its latent (from the teacher's; items 1, 2,
+        The loss, a float32 scalar, is a sum over branches. Each adds two mean squared errors: over
+        its masked patches and, times distill_weight, from its latent to the teacher's (items 1, 2,
         4). metrics has detached scalars: "loss", "subordinate" and, with two branches, "dominant"
         (the branches' patch errors), and "distill" (the unweighted sum of their latent errors)."""
         partners = images.roll(1, 0) if partners is None else partners

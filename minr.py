@@ -4,9 +4,9 @@ An implicit neural representation (INR) of an image is an MLP from a pixel's coo
 colour. It can render any resolution. Fitting one to each image would be slow, so a hypernetwork, a
 ViT, predicts it in a single pass. The ViT reads the image, with 75% of its patches set to zero, and
 learned weight tokens. Its outputs at these tokens are combined with weights that all images share.
-The results are the weights of the modulated (instance-specific) layers. GINR modulates only the
-second layer, TransINR all five. The other layers are the same for all images. The loss is the mean
-squared error over all pixels, masked and visible; MAE's ignores visible ones.
+The results are the weights of the modulated (instance-specific) layers. Of our two hypernetworks,
+GINR modulates only the second layer, TransINR all five. The other layers are the same for all
+images. The loss is the mean squared error over all pixels, masked and visible.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (OOD-CV workshop
 at ICCV 2023, arXiv 2507.22404; we had only a summary). Release: https://github.com/heosuab/MINR.
@@ -64,8 +64,8 @@ class MINR(nn.Module):
             0,1 (default: layer 1 for ginr, all layers for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: number of weight tokens per modulated layer, capped at the layer's number of outputs
-            and, for transinr, a divisor of it (default: 256 for ginr, 64 for transinr; item 7)
+        groups: number of weight tokens per modulated layer, at most its number of outputs. For
+            transinr, it must divide that number (default: 256 for ginr, 64 for transinr; item 7)
         ff_dim: number of cosine features; there are as many sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
             ginr, 1024 for transinr; release)

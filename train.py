@@ -276,7 +276,7 @@ def describe(args, model, train, val):
 def build_model(args, config, source, resumed):
     """Return the model of --method, and its constructor arguments: the encoder's (`config`) and the
     method's own. Weights are random or from `source`, the --init file. When a run is resumed,
-    `source` is its last.pt, and `resume` loads the weights. Any teacher's sizes are also in it."""
+    `source` is its last.pt, any teacher's sizes come from it, and `resume` loads the weights."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
@@ -333,7 +333,7 @@ def fill_in(args, defaults):
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     """Set the training flags that were not given, from `recipe` or, if is_low_res(config), from
     `low_res` and then `recipe`. Three are adapted. The batch size is at most a tenth of n, the
-    number of training images. The warmup is shortened like the run. The learning rate is lr or,
+    number of training images. The warmup is shortened with --epochs. The learning rate is lr or,
     without one, blr * batch_size / 256 (MAE A.1). lr_scale multiplies it (CrossMAE A.6)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
@@ -385,7 +385,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 
 @torch.no_grad()
 def compare(args):
-    """Run --eval: print a row of PSNR for each checkpoint, mask and ratio, and return the rows.
+    """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
     Draws the reconstructions for the first mask and ratio. (Papers' analyses: tests/analyses.py.)
     """
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
@@ -823,7 +823,7 @@ def run_of(path):
 
 
 def save_run(folder, model, optimizer, scaler, history, content, columns):
-    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png."""
+    """Write log.jsonl, any new recon.png, and last.pt, from which --resume continues."""
     weights, epoch = model.state_dict(), history[-1]["epoch"]
     require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
             f"epoch {epoch}: use --clip_grad or a lower --lr")

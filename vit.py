@@ -109,7 +109,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     "random": uniform. "grid": lowest for one of every four patches, at even rows and columns (MAE
     Figure 6, CrossMAE Table 15). "block": random rectangles are masked one by one until mask_ratio
     is reached (MAE Figure 6). Each has 10 to 40% of the image's area, our choice, or less if
-    clipped at its border. BEiT's instead lie inside the image and have at least 16 patches."""
+    clipped at its border. BEiT's rectangles lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -231,7 +231,7 @@ class ViT(nn.Module):
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
 
     def mask(self, images, noise, mask_ratio):
-        """Choose visible patches. Returns ids_keep (B,K), ids_mask (B,L-K), mask (B,L), as masking.
+        """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
         `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
         Raises ValueError if the shape is not (B,L), or if a bool mask does not leave K visible."""
         B, L = images.shape[0], self.num_patches
@@ -321,7 +321,7 @@ class ViT(nn.Module):
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
-        """Return noise (B,L) from a fixed seed: pictures and analyses always use these masks."""
+        """Return noise (B,L) from a fixed seed, for tests/tour.py, diagrams.py and analyses.py."""
         g = torch.Generator().manual_seed(0)
         return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
@@ -354,7 +354,7 @@ def require(condition, message):
 
 
 def per_channel(values, device):
-    """Return `values` as a tensor (C,1,1), created on the device: a copy to a GPU would wait."""
+    """Return `values` as a tensor (C,1,1), created on the device: copying to a GPU would block."""
     return torch.stack([torch.full((1, 1), value, device=device) for value in values])
 
 
@@ -418,7 +418,7 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 def sizes_of(state, path, heads=None):
     """Infer the encoder's constructor arguments from the shapes in a state dict with our names.
     Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads.
-    It is `heads` or that in SIZES for this width and depth. Raises InputError if this fails."""
+    It is `heads` or that in SIZES for this width and depth. Raises InputError if any is unclear."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
@@ -446,7 +446,7 @@ def transfer(model, state, grid):
     A decoder or head is loaded only if all of its names and shapes match, and so is a frozen
     teacher. Positions are interpolated unless the state dict's `grid` (h, w) is the model's.
     Returns the names not set in the model, and the names not used from `state`. Raises InputError
-    if these include encoder parameters except norm and extra tokens."""
+    if these include any encoder parameters other than norm and extra tokens."""
     own, state, resized = model.state_dict(), dict(state), []
     if grid != model.encoder.grid:
         resized = sorted(k for k in own.keys() & state.keys() if k.endswith("pos_embed"))
