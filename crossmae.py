@@ -4,7 +4,7 @@ In MAE's decoder, mask tokens attend less to each other than to visible tokens (
 Here they are decoded by cross-attention: each mask token is a query that attends only to encoder
 tokens, so no prediction depends on the others. This allows partial reconstruction: the loss can use
 a random subset of the masked patches (`prediction_ratio`); the rest cost the decoder nothing. With
-inter-block attention, each decoder block attends to its own learned mix of feature maps, which are
+inter-block attention, each decoder block attends to its own learned mix of feature maps. These are
 the encoder's tokens before its first block and after each block. The loss is the mean squared error
 over the pixels of the predicted patches. By default, these pixels are normalised.
 

@@ -105,7 +105,7 @@ def run_name(args):
 
 
 def part_of(content, part):
-    """Return a checkpoint whose encoder is its part `part`, such as a momentum teacher."""
+    """Return a checkpoint with its part `part`, e.g. a momentum teacher, as the encoder."""
     if part is None:
         return content
     state = {f"encoder.{name.removeprefix(part + '.')}": value

@@ -131,8 +131,8 @@ class IMAE(nn.Module):
 
         The loss, a float32 scalar, is a sum over branches. Each adds two mean squared errors: over
         its masked patches and, times distill_weight, from its latent to the teacher's (items 1, 2,
-        4). metrics has detached scalars: "loss", "subordinate" and, with two branches, "dominant"
-        (the branches' patch errors), and "distill" (the unweighted sum of their latent errors)."""
+        4). metrics has detached scalars: "loss"; the patch errors "subordinate" and, with two
+        branches, "dominant"; and "distill", the unweighted sum of the latent errors."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each

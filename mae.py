@@ -2,8 +2,8 @@
 
 A ViT encodes only the quarter of the patches that stays visible, so a large encoder is cheap to
 train. A small decoder gets the encoded patches and, for every masked patch, the learned mask token
-plus the position of the patch. It predicts the pixels of the masked patches; the loss is their mean
-squared error. By default, the pixels of each patch are normalised. Only the encoder is kept.
+plus the patch's position. It predicts the masked patches' pixels, by default normalised in each
+patch. The loss is their mean squared error. After training, only the encoder is kept.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.

@@ -176,7 +176,7 @@ def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_input
 
 
 def train_step(net, optimizer, scaler, inputs, seed, args):
-    """Take one optimizer step, in --accum pieces. `inputs` are net's arguments for the whole batch.
+    """Take one optimizer step, in --accum pieces. `inputs` are this process's arguments for net.
     Returns metrics {name: value} on the device. Never synchronises host and device."""
     metrics = {}
     for i in range(args.accum):
@@ -202,8 +202,8 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 
 def draw_keys(train, epochs, args):
-    """Yield the keys (b,2) of this process's images for each step of all epochs: the seed of the
-    image's crop, and its index. With pairs, a step's images come first, then their partners."""
+    """Yield the keys (b,2) of this process's images for each step of all epochs: each image's crop
+    seed and its index. With pairs, a step's images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:
         seed = hash((args.seed, epoch))
@@ -563,9 +563,9 @@ def open_data(name, img_size, args, parts=("train", "val")):
 def open_folder(root, img_size, args, parts):
     """Return the ImageDatasets of a folder, and the image size (H, W).
 
-    Images are kept in memory if they are small and few. Small: none of 50 samples has a side of 224
-    pixels or more, or is larger than img_size. Few: they take at most MEMORY bytes, in each
-    process. Otherwise files are read again in every epoch."""
+    Images are kept in memory if they are small and few. Small: no side of 50 samples has 224 pixels
+    or more, or exceeds img_size after it is rounded down as below. Few: they take at most MEMORY
+    bytes, in each process. Otherwise files are read again in every epoch."""
     found = list_folder(root, parts)
     names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
     n = sum(len(files) for files, _, _ in found)
@@ -631,7 +631,7 @@ def list_folder(root, parts):
 def find_images(root):
     """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
     folder once. Skips names that begin with a dot, and __MACOSX. Prints the number of files of
-    other types. Raises InputError if one of the folders has subfolders train/ and val/."""
+    other types. Raises InputError if a folder has two of train/, val/, valid/ and test/."""
     files, others = [], Counter()
     seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -1092,8 +1092,8 @@ def add_method_arguments(parser, cls):
 
 
 def run_cli(parser, work, argv):
-    """Parse `argv`, by default the command line, and return work(args). Invalid input ends with a
-    one-line error message. A bug ends with its traceback."""
+    """Parse `argv`, by default the command line, and return work(args). On invalid input, exits
+    with a one-line error message."""
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
