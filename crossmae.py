@@ -1,9 +1,9 @@
 """CrossMAE: each masked patch is decoded on its own, only from the encoder's tokens.
 
 In MAE's decoder, mask tokens attend less to each other than to visible tokens (Sec. 1, Table 6).
-Here they are decoded by cross-attention: each mask token is a query that attends only to encoder
+CrossMAE decodes them by cross-attention: each mask token is a query that attends only to encoder
 tokens, so no prediction depends on the others. This allows partial reconstruction: the loss can use
-a random subset of the masked patches (`prediction_ratio`); the rest cost the decoder nothing. With
+a random subset of the masked patches (`prediction_ratio`), and the decoder skips the rest. With
 inter-block attention, each decoder block attends to its own learned mix of feature maps. These are
 the encoder's tokens before its first block and after each block. The loss is the mean squared error
 over the pixels of the predicted patches. By default, these pixels are normalised.
@@ -50,7 +50,7 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """A pre-norm decoder block (Figure 4b): queries x (B,P,E) attend to encoder tokens y (B,1+K,D),
+    """A pre-norm decoder block (Figure 4b). Queries x (B,P,E) attend to encoder tokens y (B,1+K,D),
     then go through an MLP: (B,P,E). With self_attention, they attend to each other first."""
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
@@ -73,8 +73,8 @@ class CrossBlock(nn.Module):
 
 class CrossMAE(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
-    features. Defaults follow the paper: ViT-B/16 (Table 3), ratios of 0.75, 12 decoder blocks (Sec.
-    4.1, 4.2, A.6). Targets are normalised (mentioned only in Figure 5's caption).
+    features. Defaults follow the paper: ViT-B/16 (Table 3), 12 decoder blocks and ratios of 0.75
+    (Sec. 4.1, 4.2, A.6). Targets are normalised, which only Figure 5's caption mentions.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -85,9 +85,9 @@ class CrossMAE(nn.Module):
         decoder_dim: width of the decoder (512 as in MAE: A.6, item 9)
         decoder_depth: number of decoder blocks (Table 3e)
         decoder_heads: attention heads of the decoder (release)
-        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list
-            (counted from 0) that includes the last block, e.g. 3,7,11. With "last", the decoder
-            gets only the encoder's output (Table 3d, items 5, 8)
+        feature_maps: encoder blocks whose outputs are mixed for the decoder: all, or a list of
+            blocks (counted from 0) that includes the last one, e.g. 3,7,11. With "last", the
+            decoder gets only the encoder's output (Table 3d, items 5, 8)
         include_input: also mix in the first block's input, unless feature_maps is last (A.5)
         self_attention: let the predicted patches also attend to one another (Table 3a)
         softmax_weights: apply a softmax to the mixing weights (Table 8)
@@ -183,7 +183,7 @@ class CrossMAE(nn.Module):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
         default. The loss, a float32 scalar, is the mean squared error over the predicted patches;
         metrics is {"loss": the detached loss}. With the default noise and no self_attention, the
-        loss is an unbiased estimate of that over all masked patches (Sec. 3.3, 4.4)."""
+        loss is an unbiased estimate of the error over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
@@ -210,8 +210,8 @@ class CrossMAE(nn.Module):
 
 
 def choose_maps(feature_maps, include_input, depth):
-    """Return which of ViT.feature_maps to mix (Sec. 3.4, A.5): 0 is the first block's input, i+1
-    the output of block i. Raises InputError if the last block is missing or a block is unknown."""
+    """Return the indices of the feature maps to mix (Sec. 3.4, A.5): 0 for the first block's input,
+    i+1 for block i's output. Raises InputError if the last block is missing or one is unknown."""
     blocks = range(depth) if feature_maps == "all" else feature_maps
     require({*blocks} <= {*range(depth)} and depth - 1 in blocks,
             f"feature_maps {feature_maps} must be all, last or a list of blocks from 0 to "
@@ -221,30 +221,30 @@ def choose_maps(feature_maps, include_input, depth):
 
 # Paper and release: where they differ, and what we do. Sections, tables and figures have the
 # numbers of the TMLR version; an earlier, anonymous version numbers them differently.
-#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but then
-#      it overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
+#   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but it
+#      then overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
 #   2. In Sec. 3.3, a fraction of the patches is predicted. As in the release, int(L (mask ratio -
 #      prediction ratio)) masked patches are skipped and the others are predicted. With L = 64 and
 #      ratios 0.75 and 0.15, 10 patches are predicted, not int(9.6) = 9.
 #   3. As in the release, the masked patches with the highest noise are predicted. This choice is
-#      uniform for random masks and, at 75% and even h and w, for grid masks (Table 15). But `--mask
-#      block` always predicts the rectangles that were masked first, and a bool mask always predicts
-#      the masked patches that come last in raster order.
-#   4. Mask tokens are the queries. Encoder tokens, with the class token as in the release, are keys
-#      and values. In Sec. 4.4, visible tokens are queries; in Figure 4a, keys and queries.
+#      uniform for random masks and, at mask ratio 0.75 with even h and w, for grid masks (Table
+#      15). But with `--mask block`, these are always in the rectangles masked first; with a
+#      bool mask, they are always the masked patches that come last in raster order.
+#   4. Mask tokens are the queries; encoder tokens are the keys and values. As in the release, these
+#      include the class token. Sec. 4.4 calls visible tokens queries, Figure 4a keys and queries.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
-#      norm. A.3 also tried norms before mixing, without gain; we have none. For "last" (one map in
+#      norm. A.3 also tried norms before mixing, without gain; we omit them. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.
 #   6. By default the prediction ratio is 0.75, as in Sec. 4.2; Appendix C seems to say 0.25.
 #   7. The softmax (Table 8) runs over the maps, separately for each decoder block. Each map has
 #      one projection, which all decoder blocks share (Table 9).
-#   8. Table 3d neither lists its maps nor counts the input; 3,7,11 would be evenly spaced.
+#   8. Table 3d neither lists its maps nor counts the input. Three evenly spaced ones are 3,7,11.
 #   9. For all ViTs, A.6 uses MAE's decoder width, and so do we: 512 by default. For ViT-S, the
-#      release uses decoder_dim 256 and decoder_heads 8: set these flags.
+#      release uses decoder_dim 256 and decoder_heads 8; to follow it, set these flags.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
 #      below the mask ratio, more queries then attend to one another than in training.
-#  11. Errata: A.6 gives ratio 0.75 for Table 1, which also has rows with 0.25. Its "Table 2" and
-#      "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must mean 75%
-#      of all patches. Figure 7 calls the prediction ratio p. The last two rows of Table 5 differ in
-#      inter-block attention, but repeat the numbers of Table 4's CrossMAE.
+#  11. Errata: A.6 gives prediction ratio 0.75 for Table 1, which also has rows with 0.25. A.6's
+#      "Table 2" and "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must
+#      mean 75% of all patches. Figure 7 calls the prediction ratio p, not gamma. Table 5's last two
+#      rows differ in inter-block attention, but have Table 4's numbers for ratios 0.25 and 0.75.

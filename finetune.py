@@ -1,12 +1,12 @@
 """Evaluate what an encoder has learned: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
 
-Fine-tune it, train the same network from scratch, fit a linear probe, classify by nearest
-neighbours, or evaluate a fine-tuned checkpoint, your own or a released one. `finetune` opens the
-data, builds a Classifier and hands both to train.fit. train.py handles data and checkpoints.
+Fine-tune the encoder, train the same network from scratch, fit a linear probe, or classify by
+nearest neighbours. Or evaluate a fine-tuned checkpoint, yours or a released one. `finetune` opens
+the data, builds a Classifier and hands both to train.fit. train.py handles data and checkpoints.
 
 The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
 probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
-released code. The end of this file lists what differs. For i-MAE see tests/FLAGS.md.
+released code. The end of this file lists the differences. For i-MAE, see tests/FLAGS.md.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def nearest_neighbours(args):
 
 def prepare(args):
     """Open the checkpoint and the data, and build a Classifier. Returns the model, its constructor
-    arguments, train, val, the image size, and the last.pt of a run that is resumed, or {}."""
+    arguments, both data sets, the image size, and the last.pt to resume from, or {}."""
     saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
     source = saved or {"config": {}, "flags": {}, "model": {}}
     if args.checkpoint and not saved:
@@ -105,7 +105,7 @@ def run_name(args):
 
 
 def part_of(content, part):
-    """Return a checkpoint with its part `part`, e.g. a momentum teacher, as the encoder."""
+    """Return a checkpoint in which `part`, e.g. a momentum teacher, is the encoder."""
     if part is None:
         return content
     state = {f"encoder.{name.removeprefix(part + '.')}": value
@@ -116,8 +116,8 @@ def part_of(content, part):
 
 def augmentation(train, model, img_size, args):
     """Return a function make_inputs(images, labels). It returns the model's arguments: normalised
-    images, and targets. RandAugment and erasing take one image at a time. With either, workers crop
-    and augment the images (by train.transform), and images in memory move to the CPU."""
+    images and targets. RandAugment and erasing take one image at a time. With either, workers crop
+    and augment the images (with train.transform), and images in memory move to the CPU."""
     more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # two per image; item 1
     if args.erasing:                                       # item 2
         more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
@@ -139,11 +139,11 @@ def augmentation(train, model, img_size, args):
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
-    """Return parameter groups, each a dict of params, weight_decay and lr_factor. Layer i learns at
-    lr_factor = layer_decay ** (n - i) times the learning rate (BEiT; MAE Table 9). The embedding is
-    layer 0, block j is layer j + 1, and everything after the blocks is layer n. As in pretraining,
-    biases and norms (parameters with fewer than two axes) get no weight decay. Here, learned tokens
-    and positions get none either, as in the release."""
+    """Return parameter groups, each a dict of params, weight_decay and lr_factor. The learning rate
+    of layer i is multiplied by lr_factor = layer_decay ** (n - i) (BEiT; MAE Table 9). Embeddings
+    are layer 0, block j is layer j + 1, and everything after the blocks is layer n. As in
+    pretraining, biases and norms (parameters with fewer than two axes) get no weight decay. Here,
+    as in the release, learned tokens and positions get none either."""
     groups, n = {}, len(model.encoder.blocks) + 1
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")
@@ -230,8 +230,7 @@ class Classifier(nn.Module):
         return self.head(x if self.probe else self.fc_norm(x))         # (B, classes)
 
     def classify(self, images):
-        """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255],
-        not yet normalised."""
+        """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
         return self.eval().logits(normalize(images, self))
 
     def forward(self, images, targets):
@@ -245,8 +244,8 @@ MOST_FEATURES = 5000                                       # that --pool joined 
 
 
 def default_pool(extra_tokens, dim):
-    """Return the default --pool for an encoder of width dim. With MINR it is the weight tokens:
-    MINR's loss reads only their outputs, so it does not train the outputs of patch tokens."""
+    """Return the default --pool for an encoder of width dim. For MINR, it uses the weight tokens:
+    MINR's loss reads only their outputs, so the outputs of patch tokens are not trained."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
@@ -270,7 +269,7 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, args, img_size):
-    """Return the accuracies {"top1", "top5"} on val in %, and None: there is no picture to save.
+    """Return the accuracies {"top1", "top5"} on val in %, and None for no picture.
     score(images) returns scores (b,classes)."""
     sums, n = {"top1": 0, "top5": 0}, 0                    # a process without images reports zeros
     for _, images, labels in val_batches(val, args, img_size, args.eval_images):
@@ -285,9 +284,9 @@ def evaluate(score, val, args, img_size):
 
 @torch.no_grad()
 def knn(model, train, args, img_size, temperature=0.07):
-    """Return a function score(images). It returns votes (b,classes): the --k training images with
-    the most similar features vote for their class, with weight exp(cosine / temperature) as in Wu
-    et al. (2018). Features are pooled as set by --pool and normalised to unit length."""
+    """Return a function score(images). It returns votes (b,classes). The --k training images with
+    the most similar features vote for their classes. Each vote has weight exp(cosine / temperature)
+    (Wu et al., 2018). Features are pooled as set by --pool and normalised to unit length."""
     torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
 
     def embed(images):
@@ -315,7 +314,7 @@ def knn(model, train, args, img_size, temperature=0.07):
 
 
 def evaluate_checkpoint(args):
-    """Run --mode eval: print the top-1 and top-5 accuracy of a checkpoint that has a head."""
+    """Run --mode eval: print and return top-1 and top-5 accuracy of a checkpoint with a head."""
     content = read_checkpoint(args.checkpoint, args.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
@@ -341,9 +340,10 @@ def evaluate_checkpoint(args):
 # ------------------------------------------------------------------------------- the command line
 FEATURES = {  # flags, as in train.py
     "part": (str, "part of the checkpoint to evaluate, e.g. teacher; default: encoder"),
-    "pool": (("mean", "token", "extra", "joined"), "features. mean: mean of the patch tokens "
-             "(default); token: class token; extra: mean of the extra tokens (MINR's weight "
-             "tokens); joined: all extra (MINR's default) or patch tokens as one vector")}
+    "pool": (("mean", "token", "extra", "joined"), "features to use. mean: mean of the patch "
+             "tokens (default); token: class token; extra: mean of the extra tokens (MINR's weight "
+             "tokens); joined: all extra tokens or, without any, all patch tokens as one vector. "
+             "Default for MINR: joined if it has at most 5000 features, else extra")}
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
@@ -392,18 +392,18 @@ def main(argv=None):
 
 
 # Paper and release: where they or torchvision differ, and what we do
-#   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. Ours, torchvision's, is always 27 of 30.
+#   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. We use torchvision's, always at 27 of 30.
 #   2. Only the released code has random erasing. It fills in noise; we fill in the mean colour.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
 #   4. For fine-tuning, MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens, and
 #      MAE's release the mean of the patch tokens. We follow MAE's release.
-#   5. We use the same features in probe and nearest neighbours, to compare methods. The released
-#      probe uses the class token (--pool token). For MINR see default_pool.
-#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 has none). For ViT-B, the
-#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's for ViT-S as well).
+#   5. The probe and nearest neighbours also use these features, so that methods can be compared.
+#      The released probe uses the class token (`--pool token`). For MINR, see default_pool.
+#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 lists none). For ViT-B, the
+#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's also for ViT-S).
 #   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50.
 #   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
-#   9. `--mode scratch` uses Table 9 without layer decay. MAE's own recipe is Table 11 (A.2).
+#   9. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 The MLP is called PaCo-MLP (patch-coordinate MLP). One of its layers, the matrix M, is different for
 each image; all images share the other layers. ViT blocks called Feat2W read the encoded visible
-patches and a few learned weight tokens, and turn the weight tokens into M. There are no mask
+patches and a few learned weight tokens, and turn the weight tokens into M. HyperMAE has no mask
 tokens: a masked patch costs one pass through the MLP. The loss is the mean squared error over the
 pixels of the masked patches. By default, these pixels are normalised.
 
@@ -34,10 +34,10 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
-    coordinate c (row, then column) is multiplied by dim/2 frequencies f. They form a geometric
-    sequence, from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. On raw coordinates
-    an MLP learns fine detail only slowly. Features are float32: half precision is too coarse for
-    phases up to pi sigma. (Same in minr.py.)"""
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f. These form a geometric
+    sequence from 1 to sigma periods per image, e.g. 1 and 8 for dim 4 and sigma 8. On raw
+    coordinates, an MLP learns fine detail only slowly. Features are float32: half precision is too
+    coarse for phases up to pi sigma. (Same in minr.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -53,12 +53,12 @@ class HyperMAE(nn.Module):
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
         n_weight_tokens: number of weight tokens (Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (Table 5)
-        shared_blocks: number of the encoder's last blocks that also read the weight tokens; these
-            are Feat2W's first blocks and run once (Table 6)
+        shared_blocks: number of the encoder's last blocks that also read the weight tokens. They
+            are also Feat2W's first blocks, and run only once (Table 6)
         mlp_depth: number of PaCo-MLP layers, including M (Table 8)
         hidden_dim: width of the PaCo-MLP (Table 9)
         modulated_layer: index of the layer that M replaces, from 0 to mlp_depth - 2 (Table 7)
-        pe_dim: number of cosine features; there are as many sine features (release)
+        pe_dim: number of cosine features, and also of sine features (release)
         pe_sigma: highest frequency of the Fourier features, in periods per image (release)
         out_bias: constant added to the predicted pixels (release)
         relu_around_m: put a ReLU before and after M, as in Sec. 2.2
@@ -112,7 +112,7 @@ class HyperMAE(nn.Module):
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images, and turn them into layer M of the
         PaCo-MLP (Sec. 2.2): (B,h,h) or, if modulated_layer is 0, (B,2*pe_dim,h). M is all that
-        decode gets of the image. The paper counts Feat2W as a part of the decoder."""
+        decode gets from the image. The paper counts Feat2W as part of the decoder."""
         n = len(self.weight_tokens)
         unshared = len(self.encoder.blocks) - self.shared_blocks       # blocks only in the encoder
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) paper: F^0
@@ -129,8 +129,8 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """Map coordinates to pixels (B,P,p*p*C) with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords
         are (B,P,2), or (P,2) if all images share them. M (B,h,h) is a layer without a bias. A ReLU
-        follows every layer except the last. Without relu_around_m, none follows M or the layer
-        before M (item 1)."""
+        follows every layer except the last. Without relu_around_m, M and the layer before it are
+        also exceptions (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         layers = list(self.paco_mlp)
@@ -163,7 +163,7 @@ class HyperMAE(nn.Module):
     def reconstruct(self, images, noise=None, mask_ratio=None, leak_free=False):
         """Reconstruct normalised images (B,C,H,W). Returns the result (B,C,H,W) and the mask (B,L),
         1 = masked. All patches are predicted; the loss includes visible ones only if loss_on is
-        "all". leak_free: see ViT.paste_patches."""
+        "all". For leak_free, see ViT.paste_patches."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
@@ -178,18 +178,18 @@ class HyperMAE(nn.Module):
 #   1. Sec. 2.2 has a ReLU after every hidden layer. Algorithm 1 shows none. The release has no ReLU
 #      just before or after M, so three linear layers come in a row. We follow the release by
 #      default, and Sec. 2.2 with `relu_around_m`.
-#   2. Sec. 2.1 uses MAE's encoder, which ends in a norm. The release never calls it; we have
-#      none. As in the release, no norm follows Feat2W, and weight tokens and T have std 0.02.
+#   2. Sec. 2.1 uses MAE's encoder, which ends in a norm. The release never calls this norm; we omit
+#      it. As in the release, no norm follows Feat2W. Weight tokens and T are drawn with std 0.02.
 #   3. The release adds 0.5 (`out_bias`) to the pixels, on top of the last layer's bias. So do we.
 #   4. We follow Algorithm 1, which predicts only the masked patches and projects only the weight
 #      tokens; the release predicts all patches and projects all Feat2W tokens. As in Sec. 2.2,
 #      weight tokens come last; in Algorithm 1 they come first. Attention ignores the order.
-#   5. Algorithm 1's "PositionalEmbedding" has h dimensions. Ours, the release's Fourier features of
-#      the patch centre, has 2*pe_dim, whatever h is (both are 256 by default). At the centres of
-#      14 x 14 patches, frequencies above 7 look like lower ones; the release goes to 1024.
-#   6. Table 3 has plain targets. Ours are normalised by default: accuracy is higher in Table 1.
+#   5. Algorithm 1's "PositionalEmbedding" has h dimensions. Our Fourier features of the patch
+#      centre, as in the release, have 2*pe_dim for any h (both are 256 by default). At the centres
+#      of 14 x 14 patches, frequencies above 7 look like lower ones; the release goes to 1024.
+#   6. Table 3 has plain targets. We normalise them by default: in Table 1, this is more accurate.
 #   7. The release stores M on the module between calls and adds 1e-6 to the standard deviation when
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
-#   8. Sec. 2.2 lets any layer be M, with size h x h. But the last layer must output pixels,
-#      and the first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
+#   8. Sec. 2.2 lets any layer be M, with size h x h. We exclude the last layer, as it must output
+#      pixels. The first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
 #   9. The release's script fine-tunes ViT-B for 100 epochs with blr 5e-4; Table 13 has 50 and 1e-3.

@@ -2,9 +2,9 @@
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
-predicts its image. With distillation, a frozen MAE, the teacher, also encodes the visible patches
-of each image, unmixed. The loss adds two mean squared errors for each image: that of its masked
-patches, and that between its latent and the teacher's.
+predicts the corresponding image. With distillation, a frozen MAE, the teacher, also encodes the
+visible patches of each unmixed image. The loss adds two mean squared errors for each image: that of
+its masked patches, and that between its latent and the teacher's.
 
 Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae
@@ -100,14 +100,14 @@ class IMAE(nn.Module):
         return mix, (x_1, x_2)
 
     def encode(self, mix, ids_keep):
-        """Encode the visible patches ids_keep (B,K) of mix: the latents [z_1, z_2], (B,1+K,E) each.
-        (Algorithm 1 calls the encoder E_i and the decoder D_i; there, i stands for i-MAE.)"""
+        """Encode the visible patches ids_keep (B,K) of mix. Returns the latents [z_1, z_2],
+        (B,1+K,E) each. (Algorithm 1 calls the encoder E_i and the decoder D_i; i means i-MAE.)"""
         mixed = self.encoder(mix, ids_keep)                            # (B, 1+K, D)
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
     def decode(self, z, ids_keep, ids_mask, P):
         """Predict the P patches with the highest noise from a latent z (B,1+K,E): (B,P,p*p*C). P is
-        M for the masked patches, L for all. (This is as in mae.py, but z is already embedded.)"""
+        M for the masked patches, L for all. (As in mae.py, except that z already has width E.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
                             z[:, 1:] + pos[ids_keep],                  # (B, K, E) visible patches
@@ -119,7 +119,7 @@ class IMAE(nn.Module):
 
     @torch.no_grad()
     def teach(self, images, ids_keep):
-        """Return the teacher's latents (B,1+K,E) of the patches ids_keep (B,K) of images."""
+        """Return the teacher's latents (B,1+K,E) for the patches ids_keep (B,K) of images."""
         latent = self.teacher["encoder"](images, ids_keep)             # (B, 1+K, D_m) E_m, item 1
         # project from E_m's width D_m to E, that of z_i; Algorithm 1 omits this (item 2)
         return self.teacher["decoder_embed"](latent)                   # (B, 1+K, E)
@@ -129,10 +129,10 @@ class IMAE(nn.Module):
         Algorithm 1's perm(img), by default each image's predecessor in the batch (item 7). noise
         (B,L) and alpha, the weight of `images`, are drawn by default. alpha is a number or (B,).
 
-        The loss, a float32 scalar, is a sum over branches. Each adds two mean squared errors: over
-        its masked patches and, times distill_weight, from its latent to the teacher's (items 1, 2,
-        4). metrics has detached scalars: "loss"; the patch errors "subordinate" and, with two
-        branches, "dominant"; and "distill", the unweighted sum of the latent errors."""
+        The loss, a float32 scalar, is a sum over branches. Each adds two mean squared errors: that
+        of its masked patches and, times distill_weight, that between its latent and the teacher's
+        (items 1, 2, 4). metrics has detached scalars: "loss"; the patch errors "subordinate" and,
+        with two branches, "dominant"; and "distill", the unweighted sum of the latent errors."""
         partners = images.roll(1, 0) if partners is None else partners
         alpha = self.draw_alpha(images.device) if alpha is None else alpha
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
@@ -164,7 +164,7 @@ class IMAE(nn.Module):
     def unmix(self, images, partners, alpha, noise=None, mask_ratio=None, leak_free=False):
         """Mix images and partners, and decode each branch. alpha is the weight of `images`. Returns
         [subordinate, dominant], (B,C,H,W) each, and the mask (B,L). With leak_free, mean and
-        variance are those of the mixture's visible pixels. For other arguments see reconstruct."""
+        variance are those of the mixture's visible pixels. For other arguments, see reconstruct."""
         mask_ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, mask = self.encoder.mask(images, noise, mask_ratio)
@@ -201,7 +201,7 @@ class IMAE(nn.Module):
 def draw_partners(indices, labels, same_class, generator):
     """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
     the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
-    same_class is the fraction r of images whose partner has their class (semantics-enhanced
+    same_class is the fraction r of images whose partner has the same class (semantics-enhanced
     sampling: Section 1, Table 2). Image k of `indices` gets a mate, i.e. a partner of its class, if
     floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
     N, n = len(labels), len(indices)
@@ -229,8 +229,8 @@ def draw_partners(indices, labels, same_class, generator):
 
 
 def check_same_class(labels, classes, same_class):
-    """Raise InputError if draw_partners cannot find partners for a fraction same_class among the
-    images with labels (N,). `classes` are the class names, empty if the images have no labels."""
+    """Raise InputError if images with labels (N,) do not allow this same_class (see draw_partners).
+    `classes` are the class names, empty if the images have no labels."""
     if same_class is None:
         return
     sizes = labels.unique(return_counts=True)[1]           # size of each class
@@ -244,7 +244,7 @@ def check_same_class(labels, classes, same_class):
 def teacher_of(checkpoint, config):
     """Turn a checkpoint from train.read_checkpoint into the teacher of an IMAE with the constructor
     arguments `config`. Returns the teacher's {dim, depth, heads} and state dict. Raises InputError
-    unless it is an MAE with the same image size, patch size, channels and decoder width."""
+    unless the teacher is an MAE with the same image and patch size, channels and decoder width."""
     sizes, state = checkpoint["config"], checkpoint["model"]
     require(checkpoint["method"] in ("mae", None)
             and state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"},
@@ -261,7 +261,7 @@ def teacher_of(checkpoint, config):
 #   1. In Algorithm 1, no input is masked; the teacher sees x_1 and x_2. The release's teacher sees
 #      the mixture's visible patches, so w_1 = w_2. Ours sees the visible patches of x_1 and x_2.
 #   2. In Algorithm 1's l2_loss(z1, x1), x1 must mean w1. As in the release, w_i is the output of
-#      the teacher's decoder embedding, z_i of F_i. The mean squared error includes the class token.
+#      the teacher's decoder embedding, and z_i that of F_i. The loss includes the class token.
 #   3. In Algorithm 1, x1 and x2 are first the images and partners, later our x_1 and x_2. At alpha
 #      0.5, images count as subordinate, as in the release; in Algorithm 1, partners do.
 #   4. As in the paper and the release, we add the losses of the branches, and do not average them.
@@ -269,13 +269,13 @@ def teacher_of(checkpoint, config):
 #      Tiny-ImageNet. The release accepts norm_pix_loss and ignores it; here it works.
 #   6. If training starts from an MAE (`--init`), F_1 and F_2 are copies of its decoder embedding.
 #      Otherwise they have Xavier initialisation (in the release, PyTorch's default). The release's
-#      model also has MAE's decoder embedding, unused. Its script deletes the MAE's weights for it,
-#      so the strict load_state_dict that follows must fail.
-#   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws them
-#      from the whole data set (draw_partners), so that `--same_class` can be exact.
+#      model also has MAE's decoder embedding, but does not use it. Its script deletes these weights
+#      from the MAE's state dict, so the strict load_state_dict that follows must fail.
+#   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws
+#      partners from the whole data set (draw_partners), so that `--same_class` can be exact.
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
-#      has 1e-3. To classify, Section 1 uses mask ratio 0.75 (our default) and normalised targets;
-#      for figures, 0.5 and plain targets. The rest is MAE's, e.g. 800 epochs (release: 400).
+#      has 1e-3. For classification, Section 1 uses mask ratio 0.75 (our default) and normalised
+#      targets; for figures, 0.5 and plain ones. The rest is MAE's, e.g. 800 epochs (release: 400).
 #   9. The release's documented command starts from an MAE, passes norm_pix_loss (but see item 5),
-#      and pairs only images of one class (`--same_prob 1.0`); the supplement's Table 1 does not.
-#      Its fine-tuning has 20 epochs and blr 5e-5; Table 3 has 25 and 1e-3. We follow the tables.
+#      and pairs only images of one class (`--same_prob 1.0`). Table 1 has none of this. The release
+#      fine-tunes for 20 epochs with blr 5e-5; Table 3 has 25 and 1e-3. We follow the tables.

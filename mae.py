@@ -2,8 +2,8 @@
 
 A ViT encodes only the quarter of the patches that stays visible, so a large encoder is cheap to
 train. A small decoder gets the encoded patches and, for every masked patch, the learned mask token
-plus the patch's position. It predicts the masked patches' pixels, by default normalised in each
-patch. The loss is their mean squared error. After training, only the encoder is kept.
+plus the patch's position. It predicts the masked patches' pixels, by default normalised per patch.
+The loss is the mean squared error of these pixels. After training, only the encoder is kept.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).
 Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at the end.
@@ -126,5 +126,5 @@ class MAE(nn.Module):
 #   3. Sec. 3 does not define a patch's variance. We take the release's: unbiased, plus 1e-6.
 #   4. K is L (1 - mask_ratio), rounded down, as in the release (vit.visible_count).
 #   5. Weights have Xavier initialisation (Appendix A.1). As in the release, the bias of the patch
-#      projection keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.
+#      embedding keeps PyTorch's default; the class and mask tokens are drawn with std 0.02.
 #   6. The norm before the head and the zero position of the class token are from the release.

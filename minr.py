@@ -1,12 +1,12 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
-An implicit neural representation (INR) of an image is an MLP from a pixel's coordinates to its
-colour. It can render any resolution. Fitting one to each image would be slow, so a hypernetwork, a
-ViT, predicts it in a single pass. The ViT reads the image, with 75% of its patches set to zero, and
-learned weight tokens. Its outputs at these tokens are combined with weights that all images share.
-The results are the weights of the modulated (instance-specific) layers. Of our two hypernetworks,
-GINR modulates only the second layer, TransINR all five. The other layers are the same for all
-images. The loss is the mean squared error over all pixels, masked and visible.
+An implicit neural representation (INR) of an image is an MLP that maps a pixel's coordinates to its
+colour. It can render any resolution. Fitting an INR to each image would be slow, so a hypernetwork,
+a ViT, predicts its weights in a single pass. The ViT reads learned weight tokens and the image,
+with 75% of its patches set to zero. The outputs at the weight tokens are combined with weights that
+all images share. The results are the weights of the modulated (instance-specific) layers. Of our
+two hypernetworks, GINR modulates only the second layer, TransINR all five. All images share the
+other layers. The loss is the mean squared error over all pixels, masked and visible.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (OOD-CV workshop
 at ICCV 2023, arXiv 2507.22404; we had only a summary). Release: https://github.com/heosuab/MINR.
@@ -39,10 +39,10 @@ def grid_coords(size, device=None):
 
 def fourier_features(coords, dim, sigma):
     """Turn coordinates (...,2) into features (...,2 dim): cosines, then sines, of pi f c. Each
-    coordinate c (row, then column) is multiplied by dim/2 frequencies f. They form a geometric
-    sequence, from 1 to sigma periods per image: 1 and 8 for dim 4 and sigma 8. On raw coordinates
-    an MLP learns fine detail only slowly. Features are float32: half precision is too coarse for
-    phases up to pi sigma. (Same in hypermae.py.)"""
+    coordinate c (row, then column) is multiplied by dim/2 frequencies f. These form a geometric
+    sequence from 1 to sigma periods per image, e.g. 1 and 8 for dim 4 and sigma 8. On raw
+    coordinates, an MLP learns fine detail only slowly. Features are float32: half precision is too
+    coarse for phases up to pi sigma. (Same in hypermae.py.)"""
     frequencies = torch.linspace(0, math.log(sigma), dim // 2, device=coords.device).exp()
     phase = (coords.float()[..., None] * frequencies).flatten(-2) * math.pi  # (..., dim)
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
@@ -51,8 +51,8 @@ def fourier_features(coords, dim, sigma):
 class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size; `encoder` returns features. Images are in [0, 1]. Defaults follow the
-    summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where it gives
-    no value, they follow the release.
+    summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where the
+    summary gives no value, they follow the release.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -64,9 +64,9 @@ class MINR(nn.Module):
             0,1 (default: layer 1 for ginr, all layers for transinr; Sec. 3.2)
         mlp_depth: number of layers of the MLP (paper)
         hidden_dim: width of the MLP (release)
-        groups: number of weight tokens per modulated layer, at most its number of outputs. For
+        groups: number of weight tokens per modulated layer, capped at its number of outputs. For
             transinr, it must divide that number (default: 256 for ginr, 64 for transinr; item 7)
-        ff_dim: number of cosine features; there are as many sine features (release)
+        ff_dim: number of cosine features, and also of sine features (release)
         ff_sigma: highest frequency of the Fourier features, in periods per image (default: 128 for
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
@@ -179,7 +179,7 @@ class MINR(nn.Module):
     def decode(self, coords, layers):
         """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C), in float32 even
         under autocast. coords are (B,N,2), or (N,2) if all images share them. With (N,2), the
-        layers before the first modulated one run only once."""
+        layers before the first modulated one run once for all images."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0) for shared coords
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -191,7 +191,7 @@ class MINR(nn.Module):
     def sample_pixels(self, images, mask):
         """Choose pixels of images (B,C,H,W) for the loss. In training, they are a random subset:
         pixel_fraction of all pixels, the same in all images. Returns their coordinates (N,2), their
-        colours (B,N,C), and (B,N) with 1 for masked pixels. In training, coord_jitter moves
+        colours (B,N,C) and their mask (B,N), 1 = masked. In training, coord_jitter moves the
         coordinates. PyTorch's default generator draws the random numbers."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
@@ -250,24 +250,24 @@ class MINR(nn.Module):
 
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
-# For GINR we follow generalized-MINR. It also has TransINR, but for that we follow trans-MINR.
+# We follow generalized-MINR for GINR, and trans-MINR for TransINR (which the former also has).
 #   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
-#      pixels. Our tokens are the same patches; the release's are other patches, of 9 x 9 pixels.
-#   2. As in the release, masked patches become zero. It masks each patch with probability 0.75
-#      (generalized-MINR: 0 by default); we mask the same number in every image.
+#      pixels. Our tokens are the same patches; the release's tokens are patches of 9 x 9 pixels.
+#   2. As in the release, masked patches become zero. The release masks each patch with probability
+#      0.75 (generalized-MINR: 0 by default); we mask the same number of patches in every image.
 #   3. In our summary, TransINR predicts all weights; GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
 #   5. As in the release, the weights of all layers have columns of length 1 (we know of no reason),
-#      and colours get out_bias.
+#      and out_bias is added to the colours.
 #   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
 #      positions and a class token. Neither has a final norm.
 #   7. Our summary does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
-#      release's. On CelebA, its GINR has ff_sigma 64. With 256 groups, GINR's layer has full rank.
-#      At the 182 pixel centres of a row, frequencies above 91 look like lower ones.
+#      release's. On CelebA, its GINR has ff_sigma 64. With 256 groups, GINR's layer can have full
+#      rank. At the 182 pixel centres of a row, frequencies above 91 look like lower ones.
 #   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
 #      it. U has 65,536 numbers in GINR (one layer) and 66,304 in TransINR (five layers).
-#   9. As in generalized-MINR, weights (a,b) are drawn like PyTorch's linear layers, but transposed:
-#      the bound is 1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
+#   9. As in generalized-MINR, weights (a,b) are drawn as in nn.Linear, but transposed: the bound is
+#      1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
 #      Columns are normalised, so the scale matters only relative to the learning rate.
-#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image, not on CelebA.
+#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image (CelebA: none).

@@ -1,8 +1,8 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-Read it from the top. `pretrain` opens the data, builds the model, and hands both to `fit`. `fit`
-calls `train_epoch` for each epoch, and that calls `train_step`: forward, backward, optimizer step.
-The sections after training are: model and recipe, evaluation, data, checkpoints, processes, the
+Start at the top. `pretrain` opens the data, builds the model, and hands both to `fit`. For each
+epoch, `fit` calls `train_epoch`. For each batch, that calls `train_step`: forward, backward,
+optimizer step. The other sections are: model and recipe, evaluation, data, checkpoints, processes,
 command line. `args` holds all settings: flags (from the recipe if not given), rank, world, device.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
@@ -94,9 +94,9 @@ def pretrain(args):
 
 def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content):
     """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
-    returns the model's arguments. evaluate() returns scores {name: value}, and the columns of
-    recon.png (None: no picture). `saved` is the last.pt of a run that is resumed, or {}. Every
-    last.pt also gets `content`."""
+    returns the model's arguments. evaluate() returns scores {name: value} and the columns of
+    recon.png, or None for no picture. `saved` is the last.pt to resume from, or {}. `content` is
+    added to every last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n and args.batch_size % pieces == 0,
             f"--batch_size {args.batch_size} must be at most {n}, the number of images, and "
@@ -140,8 +140,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
 
 
 def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_inputs, args):
-    """Train for an epoch, on the next `steps` batches, and return its row for the log. `net` is the
-    model as returned by `wrap`."""
+    """Train for one epoch, on the next `steps` batches, and return the epoch's row for the log.
+    `net` is the model as returned by `wrap`."""
     totals, waited = {}, 0.0
     pause = 0.1 if sys.stderr.isatty() else 60             # a log file gets a line each minute
     bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
@@ -202,8 +202,8 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 
 def draw_keys(train, epochs, args):
-    """Yield the keys (b,2) of this process's images for each step of all epochs: each image's crop
-    seed and its index. With pairs, a step's images come first, then their partners."""
+    """Yield the keys (b,2) of this process's images for each step of all epochs. A key is a crop
+    seed and an image's index. With pairs, a step's images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:
         seed = hash((args.seed, epoch))
@@ -219,9 +219,8 @@ def draw_keys(train, epochs, args):
 
 
 def learning_rate(t, args):
-    """Return the learning rate at a fractional epoch t, e.g. 3.7. It grows linearly from 0 to lr in
-    warmup_epochs, as in the release. Then it is constant, or falls to min_lr along half a cosine.
-    """
+    """Return the learning rate at time t in epochs, e.g. 3.7. It grows linearly from 0 to lr over
+    warmup_epochs, as in the release. Then it is constant or falls to min_lr along half a cosine."""
     if t < args.warmup_epochs:
         return args.lr * t / args.warmup_epochs
     if args.schedule == "constant":
@@ -276,7 +275,7 @@ def describe(args, model, train, val):
 def build_model(args, config, source, resumed):
     """Return the model of --method, and its constructor arguments: the encoder's (`config`) and the
     method's own. Weights are random or from `source`, the --init file. When a run is resumed,
-    `source` is its last.pt, any teacher's sizes come from it, and `resume` loads the weights."""
+    `source` is its last.pt. Any teacher's sizes come from there, and `resume` loads the weights."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
@@ -324,17 +323,17 @@ def method_arguments(cls):
 
 
 def fill_in(args, defaults):
-    """Set the flags that were not given, from {name: value}."""
+    """Fill in the flags that were not given, using `defaults` {name: value}."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
-    """Set the training flags that were not given, from `recipe` or, if is_low_res(config), from
-    `low_res` and then `recipe`. Three are adapted. The batch size is at most a tenth of n, the
-    number of training images. The warmup is shortened with --epochs. The learning rate is lr or,
-    without one, blr * batch_size / 256 (MAE A.1). lr_scale multiplies it (CrossMAE A.6)."""
+    """Set the training flags that were not given, from `recipe`. If is_low_res(config), `low_res`
+    overrides it. Three defaults are adapted. The batch size is at most a tenth of n, the number of
+    training images. Fewer --epochs shorten the warmup in proportion. The learning rate is lr_scale
+    (CrossMAE A.6) times lr or, without an lr, times blr * batch_size / 256 (MAE A.1)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
@@ -351,9 +350,9 @@ def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate_psnr(model, val, args, mask, mask_ratio=None):
-    """Return the mean PSNR in dB over masked pixels, over the image with visible pixels copied in,
-    and over the raw reconstruction. Masks follow the pattern `mask` and depend only on the image's
-    index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
+    """Return three mean PSNRs in dB: of the masked pixels, of the image with visible pixels copied
+    in, and of the raw reconstruction. Masks follow the pattern `mask` and depend only on the
+    image's index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
     reconstruction), and completed (with visible pixels copied in)."""
     if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
@@ -386,8 +385,7 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
 @torch.no_grad()
 def compare(args):
     """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
-    Draws the reconstructions for the first mask and ratio. (Papers' analyses: tests/analyses.py.)
-    """
+    Saves a picture for the first mask and ratio. tests/analyses.py has the papers' analyses."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
     rows, names, columns, paths, first = [], [], {}, [], None
     for word in args.eval:                                 # Windows shells do not expand runs/*
@@ -426,7 +424,7 @@ def compare(args):
 
 def save_picture(columns, path):
     """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with titles at the top.
-    Enlarges small images to at most 96 pixels. Shows three channels or, if there are fewer, one."""
+    Enlarges small images to at most 96 pixels. Shows three channels, or one if they have fewer."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
     size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
@@ -450,8 +448,8 @@ def as_table(rows):
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
     """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
-    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. With a `transform`, workers load
-    images one by one (files need one). Without it, crop_batch crops whole batches for training."""
+    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. Files need a `transform`. With
+    it, workers load images one by one. Without it, crop_batch crops whole batches for training."""
 
     def __init__(self, images, labels, classes):
         # An array of bytes: counting references would copy a list of strings into every worker.
@@ -462,13 +460,13 @@ class ImageDataset(Dataset):
 
     @property
     def in_memory(self):
-        """Whether `images` is a tensor, not file names."""
+        """Return whether `images` is a tensor, not file names."""
         return torch.is_tensor(self.images)
 
     def __getitem__(self, key):
-        """Return image i and its label, for key = (seed, i), where seed is for random transforms.
-        If the image cannot be read, another one replaces it, the same for all seeds. But if the
-        seed is 0 (validation), a black image and the label UNREADABLE are returned."""
+        """Return image i and its label for key = (seed, i). The seed is for random transforms. An
+        image that cannot be read is replaced by another one, the same for all seeds. But with seed
+        0 (validation), it is replaced by a black image with the label UNREADABLE."""
         seed, i = key
         image, g = self.read(i), torch.Generator().manual_seed(i)
         if image is None and seed != 0:
@@ -483,7 +481,7 @@ class ImageDataset(Dataset):
         return self.transform(image), self.labels[i].item()
 
     def read(self, i):
-        """Return image i, or None if its file cannot be read. Names the first ten such files."""
+        """Return image i, or None if its file cannot be read. Reports the first ten such files."""
         if self.in_memory:
             return self.images[i]
         file = os.fsdecode(self.images[i])
@@ -505,8 +503,8 @@ UNREADABLE = -2                                            # the label of a file
 
 
 def report_unreadable(dataset, args):
-    """Print the number of a dataset's files that cannot be read, if it has grown. Raises InputError
-    if it exceeds a tenth of the files."""
+    """Print the number of a dataset's unreadable files if it has grown. Raises InputError if it
+    exceeds a tenth of the files."""
     flags = dataset.unreadable.int().to(args.device)
     if args.world > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
@@ -519,8 +517,7 @@ def report_unreadable(dataset, args):
 
 def open_data(name, img_size, args, parts=("train", "val")):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
-    that are kept in memory are on the device. Sets args.images, by which --resume recognises them.
-    """
+    in memory are moved to the device. Sets args.images, by which --resume recognises the data."""
     size, args.images = img_size or (32, 32), name
     if name == "shapes":
         sizes = {"train": 10_000, "val": 1_000}            # the sizes are also the seeds
@@ -563,9 +560,9 @@ def open_data(name, img_size, args, parts=("train", "val")):
 def open_folder(root, img_size, args, parts):
     """Return the ImageDatasets of a folder, and the image size (H, W).
 
-    Images are kept in memory if they are small and few. Small: no side of 50 samples has 224 pixels
-    or more, or exceeds img_size after it is rounded down as below. Few: they take at most MEMORY
-    bytes, in each process. Otherwise files are read again in every epoch."""
+    Images are kept in memory if they are small and few. Small: in 50 samples, all sides are shorter
+    than 224 pixels and, rounded down as below, at most img_size. Few: the images of a part take at
+    most MEMORY bytes in each process. Otherwise, files are read again in every epoch."""
     found = list_folder(root, parts)
     names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
     n = sum(len(files) for files, _, _ in found)
@@ -600,7 +597,7 @@ def open_folder(root, img_size, args, parts):
 
 def list_folder(root, parts):
     """Return (files, labels, classes) for each of the `parts`. The files are in class folders in
-    train/ and val/, or in a plain folder. There, a hash of the name selects about 5% for val."""
+    train/ and val/, or in a plain folder, where a hash of the name selects about 5% for val."""
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
@@ -631,7 +628,7 @@ def list_folder(root, parts):
 def find_images(root):
     """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
     folder once. Skips names that begin with a dot, and __MACOSX. Prints the number of files of
-    other types. Raises InputError if a folder has two of train/, val/, valid/ and test/."""
+    other types. Raises InputError if a folder has two or more of train/, val/, valid/ and test/."""
     files, others = [], Counter()
     seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -663,8 +660,8 @@ def keys_of(ids, seed=0):
 
 
 def load_images(dataset, batches, args):
-    """Yield images (b,C,H,W), uint8, and labels (b,), on the device, for each tensor of keys (b,2)
-    in `batches`. Images come from memory or, with a transform, from workers, which read ahead."""
+    """Yield uint8 images (b,C,H,W) and labels (b,) on the device, for each tensor of keys (b,2) in
+    `batches`. Images come from memory or, with a transform, from workers that read ahead."""
     cuda = args.device.type == "cuda"
     to_device = dict(device=args.device, non_blocking=cuda)
     if dataset.transform is None:
@@ -684,9 +681,9 @@ def load_images(dataset, batches, args):
 
 
 def val_batches(dataset, args, img_size, most=None):
-    """Yield this process's batches (indices, images, labels), of at most 100 images each, from a
-    fixed random subset of at most `most` images. Leaves out images that cannot be read, and prints
-    their number at the end."""
+    """Yield this process's batches (indices, images, labels), of at most 100 images each. They are
+    from a fixed random subset of at most `most` images. Unreadable images are left out, and their
+    number is printed at the end."""
     order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
     own = order[:most].tensor_split(args.world)[args.rank]
     batches = own.split(100) if len(own) else ()
@@ -700,9 +697,9 @@ def val_batches(dataset, args, img_size, most=None):
 
 
 def crop_batch(images, img_size, args):
-    """Crop, resize and flip this process's in-memory images (b,C,H,W), each independently. Unlike
-    crop_transform, this interpolates bilinearly. Returns floats. Crops that exceed the image are
-    clipped. As in validation, images are stretched if img_size has another aspect ratio."""
+    """Crop, resize and flip this process's in-memory images (b,C,H,W), each independently.
+    Interpolates bilinearly (crop_transform: bicubically) and returns floats. Crops that exceed the
+    image are clipped. As in validation, images are stretched to the aspect ratio of img_size."""
     draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
@@ -720,7 +717,7 @@ def crop_batch(images, img_size, args):
 
 
 def crop_transform(img_size, args, *more):
-    """Return a transform of an image (C,h,w): torchvision's random resized crop and flip, then
+    """Return a transform for an image (C,h,w): torchvision's random resized crop and flip, then
     `more`. Images in memory use it only with `more`; otherwise crop_batch crops them."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
@@ -729,9 +726,9 @@ def crop_transform(img_size, args, *more):
 
 
 def center_crop(image, img_size, fraction=None):
-    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop is the largest one
-    with the aspect ratio of img_size, its sides multiplied by `fraction`. By default, this is 7/8
-    if a side has 224 pixels or more, as in MAE (224 of 256 pixels), and 1 otherwise."""
+    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has the aspect ratio
+    of img_size. Its sides are `fraction` times the largest possible ones. By default, `fraction` is
+    7/8 if a side has 224 pixels or more, as in MAE (224 of 256 pixels), and 1 otherwise."""
     (h, w), (H, W) = image.shape[1:], img_size
     fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
     scale = fraction * min(h / H, w / W)
@@ -740,7 +737,7 @@ def center_crop(image, img_size, fraction=None):
 
 
 def read_image(file):
-    """Read an image file as RGB (3,H,W), uint8, rotated upright, with transparent pixels on a white
+    """Read an image file as RGB (3,H,W), uint8, rotated upright. Transparent images get a white
     background. JPEGs take a path that is twice as fast."""
     data = Path(file).read_bytes()
     if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
@@ -771,8 +768,8 @@ SHAPES = {  # (Gielis's superformula; the factor 2^(k/2-1) makes the largest rad
 
 
 def draw_shapes(n, img_size, seed):
-    """Draw n images (n,3,H,W), uint8, each with a shape on a background of another colour, and
-    return them with their labels (n,)."""
+    """Draw n images (n,3,H,W), uint8, each with a shape on a background of another colour. Returns
+    the images and their labels (n,)."""
     g, (H, W), images = torch.Generator().manual_seed(seed), img_size, []
     rows, columns = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)    # (H, 1), (W,)
     labels = torch.arange(n) % len(SHAPES)
@@ -798,7 +795,7 @@ def draw_shapes(n, img_size, seed):
 def open_run(args, name):
     """Create the folder of this run, named `name` unless --name is given. Returns its last.pt if
     --resume finds one, otherwise {}. Without --resume or --overwrite, raises InputError if the
-    folder exists. run_cli removes a folder in which nothing was saved."""
+    folder exists. run_cli removes the folder if nothing is saved in it."""
     args.name = args.name or name.replace(" ", "_")
     folder = Path(args.runs, args.name)
     if args.rank == 0:
@@ -823,7 +820,7 @@ def run_of(path):
 
 
 def save_run(folder, model, optimizer, scaler, history, content, columns):
-    """Write log.jsonl, any new recon.png, and last.pt, from which --resume continues."""
+    """Write last.pt, log.jsonl and any new recon.png. --resume continues from last.pt."""
     weights, epoch = model.state_dict(), history[-1]["epoch"]
     require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
             f"epoch {epoch}: use --clip_grad or a lower --lr")
@@ -836,7 +833,7 @@ def save_run(folder, model, optimizer, scaler, history, content, columns):
 
 
 def write_log(history, folder):
-    """Write log.jsonl, a row for each epoch."""
+    """Write log.jsonl, with a row for each epoch."""
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
 
 
@@ -856,8 +853,8 @@ def save(path, content):
 
 
 def read_checkpoint(path, heads=None):
-    """Load a checkpoint, or the last.pt of a folder, without executing code from it. Returns a dict
-    with method (None for a released file), config (constructor arguments), model (state dict),
+    """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
+    dict with method (None for a released file), config (constructor arguments), model (state dict),
     mean, std, flags and more."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
@@ -877,7 +874,7 @@ def read_checkpoint(path, heads=None):
 
 
 def load_model(path, methods=METHODS):
-    """Return a checkpoint's model in eval mode, with the class_names of its data."""
+    """Return a checkpoint's model in eval mode. Its class_names are those of its training data."""
     content = read_checkpoint(path)
     model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
@@ -901,7 +898,7 @@ def initialize(model, content, path):
 
 def resume(saved, model, optimizer, scaler, content, args):
     """Load `saved`, the last.pt of this run, and return the rows of its log. Prints which flags
-    have changed. Raises InputError if model, images, seed or optimizer have changed."""
+    have changed. Raises InputError if the model, data, seed or optimizer has changed."""
     kept = ("images", "train_images", "labels", "seed", "optimizer")
     old, new = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
                 for x, flags in ((saved, saved["flags"]), (content, vars(args))))
@@ -955,7 +952,7 @@ def autocast(args):
 
 
 def local_part(batch, args):
-    """Return this process's part of a tensor of the whole batch."""
+    """Return this process's part of `batch`, a tensor for the whole batch."""
     return batch.chunk(args.world)[args.rank]
 
 
@@ -1002,49 +999,52 @@ fraction = in_range(float, 0, 1)
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (str, "shapes (default), cifar10, cifar100, a folder or a .pt file"),
-    "eval_images": (count, "validate on at most N images; default: 1000, all in finetune.py"),
+    "data": (str, "shapes, cifar10, cifar100, a folder or a .pt file; default: shapes or, with "
+                  "--eval and in finetune.py, the checkpoint's data"),
+    "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
-    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed of weights, crops, masks and order"),
-    "train_images": (count, "train on only N images"),
-    "img_size": (size_in_pixels, "side or height,width; default: the images', at most 224"),
-    "patch_size": (size_in_pixels, "likewise; default: 16; below 128 pixels: side / 8"),
+    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed for weights, crops, masks and image order"),
+    "train_images": (count, "train on only X images; default: all"),
+    "img_size": (size_in_pixels, "side or height,width in pixels; default: the checkpoint's, "
+                                 "else the images' (if these are files, at most 224)"),
+    "patch_size": (size_in_pixels, "side or height,width; default: the checkpoint's, else 16 or, "
+                                   "below 128 pixels, side / 8"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
-    "depth": (count, "blocks of the encoder; default: set by --size"),
-    "heads": (count, "attention heads of the encoder; default: set by --size")}
+    "depth": (count, "number of encoder blocks; default: set by --size"),
+    "heads": (count, "number of attention heads in the encoder; default: set by --size")}
 RUN = {
     "runs": (str, "folder for all runs"),
-    "name": (str, "name of the run; default: from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every N epochs; default: 50 times in all"),
-    "accum": (count, "number of pieces that a batch is computed in, to save memory"),
+    "name": (str, "name of the run; default: made from method or checkpoint, mode and data"),
+    "eval_every": (count, "validate and save every X epochs; default: about 50 times in total"),
+    "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
-    "compile": (bool, "torch.compile the model"),
+    "compile": (bool, "compile the model with torch.compile"),
     "grad_checkpointing": (bool, "recompute activations to save memory"),
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
-    "overwrite": (bool, "replace the run of this name")}
+    "overwrite": (bool, "replace any existing run of the same name")}
 RECIPE = {
-    "batch_size": (count, "of all processes and --accum pieces; at most a tenth of the images"),
+    "batch_size": (count, "total over processes and --accum pieces; default: at most images / 10"),
     "optimizer": (("adamw", "adam", "sgd"), "which optimizer to use"),
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
     "blr": (not_negative, "learning rate for a batch of 256"),
-    "min_lr": (not_negative, "final learning rate of the cosine; default: 0"),
+    "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
-    "warmup_epochs": (not_negative, "linear warmup; default: shortened like --epochs"),
+    "warmup_epochs": (not_negative, "epochs of linear warmup; fewer --epochs shorten the default"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {
     "init": (str, "checkpoint that initialises the encoder and, if it fits, the decoder"),
     "mask": (("random", "grid", "block"), "pattern of the masks"),
-    "leak_free": (bool, "validate without the true mean and variance of patches (norm_pix_loss)")}
+    "leak_free": (bool, "with norm_pix_loss, validate without the true patches' mean and variance")}
 PAIRS = {
-    "teacher": (str, "checkpoint of an MAE to distill; default: none"),
-    "same_class": (fraction, "fraction of pairs of images of one class; default: random pairs")}
+    "teacher": (str, "MAE checkpoint to distill from; default: none"),
+    "same_class": (fraction, "fraction of pairs within one class; default: random pairs")}
 # none outside Linux, where starting workers is slow
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
@@ -1054,7 +1054,7 @@ DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORL
 
 
 def new_parser(script, about):
-    """Return a parser without flags: which ones it gets depends on --method, --eval or --mode."""
+    """Return a parser without flags. Which flags it gets depends on --method, --eval or --mode."""
     about += ("\n\nDefaults are in parentheses. low_res: those for images of up to 64 pixels, and "
               "for any\nencoder no wider than micro, for which they were chosen.")
     return argparse.ArgumentParser(script, usage=argparse.SUPPRESS, allow_abbrev=False,
@@ -1063,8 +1063,8 @@ def new_parser(script, about):
 
 
 def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
-    """Add flags {name: (type or choices, help)}. Those that are not given stay None until fill_in
-    sets them. The help shows the default and, if that differs, the one for low_res."""
+    """Add flags {name: (type or choices, help)}. Flags that are not given stay None until fill_in
+    sets them. The help shows the default and, if it differs, the default in `low_res`."""
     option = parser.add_argument_group(title).add_argument
     for name, (kind, text) in flags.items():
         values = [str(defaults[name])] if defaults.get(name) is not None else []
@@ -1080,8 +1080,8 @@ def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
 
 
 def add_method_arguments(parser, cls):
-    """Add a flag for each keyword-only argument of a method's constructor, typed by its annotation
-    or default. Its help text is the argument's entry under `Args:`."""
+    """Add a flag for each keyword-only argument of a method's constructor. Its type comes from the
+    argument's annotation or default, and its help text from the entry under `Args:`."""
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
     types = {int: in_range(int, 0), tuple: numbers(int), str: word_or_integers}
     flags, own = {}, method_arguments(cls)
@@ -1118,7 +1118,7 @@ def run_cli(parser, work, argv):
 
 
 def main(argv=None):
-    """Run `python train.py` with the arguments `argv`. Returns the last row of log.jsonl, a dict,
+    """Run `python train.py` with the arguments `argv`. Returns the last row of log.jsonl (a dict)
     or, with --eval, the list of PSNR rows."""
     parser = new_parser("train.py", f"usage: python train.py --method {'|'.join(METHODS)} [--flag "
                         f"value ...]\n       python train.py --eval FILE ... [--flag value ...]")

@@ -1,5 +1,5 @@
 """A plain Vision Transformer, and what three or more methods share: patches, positions, masking and
-released checkpoints. Only the parameter names at the end depend on particular methods.
+released checkpoints. Only the code for parameter names, at the end, depends on the methods.
 
 We follow Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below). Fixed
 positions, initialisation and masking are from He et al., Masked Autoencoders Are Scalable Vision
@@ -7,7 +7,7 @@ Learners (CVPR 2022; "MAE"). "The release" is https://github.com/facebookresearc
 
     B images, C channels, L = h*w patches in raster order, K visible, D width, p x q patch size
     images (B,C,H,W)   patches (B,L,p*q*C)   tokens (B,1+K,D)   noise (B,L)   mask (B,L), 1 = masked
-    The first token is the class token, a learned one that belongs to no patch. A ViT can have G
+    The first token is the class token, a learned token that belongs to no patch. A ViT can have G
     further learned tokens, called extra tokens, after the patches: (B,1+K+G,D)
 """
 
@@ -33,8 +33,8 @@ SIZES = {  # micro: ours, for CPUs; tiny and small: DeiT Table 1; base, large, h
 
 # ------------------------------------------------------------------------------------------ patches
 def patchify(images, patch_size):
-    """Cut images (B,C,H,W) into patches (B,L,p*q*C). Patches, and the pixels in each of them, are
-    in raster order; the channel varies fastest. patch_size is an int or (H, W)."""
+    """Cut images (B,C,H,W) into patches (B,L,p*q*C). Patches, and the pixels in each patch, are in
+    raster order; the channel varies fastest. patch_size is an int or (p, q)."""
     B, C, H, W = images.shape
     p, q = pair(patch_size)
     h, w = H // p, W // q
@@ -43,7 +43,7 @@ def patchify(images, patch_size):
 
 
 def unpatchify(patches, patch_size, grid):
-    """Invert patchify: patches (B,L,p*q*C) of a grid (h, w) -> images (B,C,h*p,w*q)."""
+    """Invert patchify: turn patches (B,L,p*q*C) of a grid (h, w) into images (B,C,h*p,w*q)."""
     (h, w), (p, q) = grid, pair(patch_size)
     B = patches.shape[0]                                   # len() would be a constant in an export
     x = patches.reshape(B, h, w, p, q, -1)                             # (B, h, w, p, q, C)
@@ -51,13 +51,13 @@ def unpatchify(patches, patch_size, grid):
 
 
 def gather_patches(x, ids):
-    """Select from x (B,L,D) the patches or tokens with indices ids (B,K), per image: (B,K,D)."""
+    """Select, in each image, the patches or tokens of x (B,L,D) with indices ids (B,K): (B,K,D)."""
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
 
 
 def normalize_patches(patches):
     """Normalise each of the patches (B,L,N) to mean 0 and variance 1 (MAE Sec. 3). Returns the
-    normalised patches, and the mean and std (B,L,1) that undo this: patches * std + mean. As in the
+    normalised patches x, and mean and std (B,L,1): x * std + mean restores the input. As in the
     release, std is sqrt(unbiased variance + 1e-6)."""
     var, mean = torch.var_mean(patches, dim=-1, keepdim=True)          # (B, L, 1) each
     std = (var + 1e-6).sqrt()                                          # (B, L, 1)
@@ -106,10 +106,10 @@ def visible_count(L, mask_ratio):
 
 def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
-    "random": uniform. "grid": lowest for one of every four patches, at even rows and columns (MAE
-    Figure 6, CrossMAE Table 15). "block": random rectangles are masked one by one until mask_ratio
-    is reached (MAE Figure 6). Each has 10 to 40% of the image's area, our choice, or less if
-    clipped at its border. BEiT's rectangles lie inside the image and have at least 16 patches."""
+    "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
+    and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
+    one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less if
+    clipped at its border. MAE's, from BEiT, lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -201,7 +201,7 @@ class ViT(nn.Module):
         img_size, patch_size: int or (H, W), in pixels; the patches must tile the image
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
         mlp_ratio: width of the MLPs' hidden layer, relative to dim
-        norm: put a LayerNorm after the last block; False in methods with their own norm or none
+        norm: put a LayerNorm after the last block; False in methods with their own norm or no norm
         drop_path: probability of skipping the last block's attention or MLP (stochastic depth). For
             other blocks it is smaller: it grows linearly from 0 at the first block
         extra_tokens: number G of learned tokens after the patches (also called register tokens)
@@ -232,8 +232,8 @@ class ViT(nn.Module):
 
     def mask(self, images, noise, mask_ratio):
         """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
-        `noise` (B,L) is random by default. A bool tensor is used as the mask itself, True = masked.
-        Raises ValueError if the shape is not (B,L), or if a bool mask does not leave K visible."""
+        `noise` (B,L) is random by default. A bool `noise` is used as the mask, True = masked.
+        Raises ValueError if its shape is not (B,L), or if a bool mask does not leave K visible."""
         B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
@@ -277,8 +277,8 @@ class ViT(nn.Module):
         return self.norm(x)                        # (B, 1+K+G, D) ViT eq. 4, for all tokens
 
     def feature_maps(self, tokens):
-        """Return all feature maps for tokens (B,K,D), before the final norm: the first block's
-        input and every block's output, a list of 1 + depth tensors (B,1+K+G,D)."""
+        """Return all feature maps for tokens (B,K,D): the first block's input and every block's
+        output, without the final norm. They are a list of 1 + depth tensors (B,1+K+G,D)."""
         maps = [self.add_learned_tokens(tokens)]                       # [(B, 1+K+G, D)]
         for block in self.blocks:
             maps.append(block(maps[-1]))
@@ -296,8 +296,8 @@ class ViT(nn.Module):
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C). If
-        `normalized`, predictions are un-normalised first. By default, this uses the mean and
-        variance of the true patch, so the image and its PSNR look better than they are. With
+        `normalized`, predictions are un-normalised first. By default, this uses each true patch's
+        mean and variance, which makes the image look too good and its PSNR too high. With
         `leak_free`, it uses those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
@@ -321,7 +321,7 @@ class ViT(nn.Module):
         return torch.where(self.pixels_of(mask).bool(), decoded, images)
 
     def fixed_noise(self, images):
-        """Return noise (B,L) from a fixed seed, for tests/tour.py, diagrams.py and analyses.py."""
+        """Return noise (B,L) from a fixed seed, for the tour, diagrams and analyses in tests/."""
         g = torch.Generator().manual_seed(0)
         return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
@@ -336,8 +336,8 @@ def pair(size):
 
 
 def grid_of(img_size, patch_size, **_):
-    """Return the patch grid (h, w). Both sizes are an int or (H, W). A config's other arguments are
-    ignored. Raises InputError unless the patches tile the image."""
+    """Return the patch grid (h, w). Each size is an int or (H, W). Other arguments are ignored, so
+    that a whole config can be passed. Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
     require(H % p == 0 and W % q == 0, f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}")
     return (H // p, W // q)
@@ -382,7 +382,7 @@ def linear_weight(weight):
 
 
 def linear_patch_embed(state):
-    """Turn a patch embedding stored as a convolution, `patch_embed.proj`, into a linear layer."""
+    """Turn a state dict's convolution, `patch_embed.proj`, into our linear layer, `patch_embed`."""
     return {name.replace("patch_embed.proj.", "patch_embed."):
             linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
             for name, value in state.items()}
@@ -400,7 +400,7 @@ def from_released(state):
 
 
 def to_released(model):
-    """Invert from_released: return the state dict of a model under the released names."""
+    """Invert from_released: return a model's state dict with the released names."""
     state = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
     weight = state.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
     state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)      # (D, C, p, q)
@@ -417,8 +417,8 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 def sizes_of(state, path, heads=None):
     """Infer the encoder's constructor arguments from the shapes in a state dict with our names.
-    Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads.
-    It is `heads` or that in SIZES for this width and depth. Raises InputError if any is unclear."""
+    Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads:
+    it is `heads` or the one in SIZES for this width and depth. Raises InputError if this fails."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
     dim, inputs = state["encoder.patch_embed.weight"].shape
@@ -443,10 +443,10 @@ def count_extra_tokens(state):
 
 def transfer(model, state, grid):
     """Initialise `model` from a state dict with our parameter names. The encoder is always loaded.
-    A decoder or head is loaded only if all of its names and shapes match, and so is a frozen
-    teacher. Positions are interpolated unless the state dict's `grid` (h, w) is the model's.
-    Returns the names not set in the model, and the names not used from `state`. Raises InputError
-    if these include any encoder parameters other than norm and extra tokens."""
+    A decoder, a head or a frozen teacher is loaded only if all of its names and shapes match.
+    Positions are interpolated unless the state dict's `grid` (h, w) is the model's. Returns the
+    names not set in the model, and the names not used from `state`. Raises InputError if these
+    include any encoder parameters other than norm and extra tokens."""
     own, state, resized = model.state_dict(), dict(state), []
     if grid != model.encoder.grid:
         resized = sorted(k for k in own.keys() & state.keys() if k.endswith("pos_embed"))

@@ -420,9 +420,9 @@ def write_tables(folder):
               "20-NN accuracy, % (up is better)", [*dots_of(numbers)], shift=i * WIDTH)
         for i, numbers in enumerate(every)])
     curves = {column: [*curves_of(folder, column)] for column in RECIPE}
-    draw(pictures / "recipe.svg", [
-        panel(*RECIPE[column], series, shift=i * WIDTH)
-        for i, (column, series) in enumerate(curves.items()) if series])
+    measured = [column for column in RECIPE if curves[column]]
+    draw(pictures / "recipe.svg", [panel(*RECIPE[column], curves[column], shift=i * WIDTH)
+                                   for i, column in enumerate(measured)])
 
 
 def main(argv=None):
