@@ -57,7 +57,7 @@ def nearest_neighbours(args):
 
 def prepare(args):
     """Open the checkpoint and the data, and build a Classifier. Returns the model, its constructor
-    arguments, both data sets, the image size, and the last.pt to resume from, or {}."""
+    arguments, both data sets, the image size, and the last.pt to resume from ({} if none)."""
     saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
     source = saved or {"config": {}, "flags": {}, "model": {}}
     if args.checkpoint and not saved:

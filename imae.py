@@ -3,8 +3,8 @@
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
 predicts the corresponding image. With distillation, a frozen MAE, the teacher, also encodes the
-visible patches of each unmixed image. The loss adds two mean squared errors for each image: that of
-its masked patches, and that between its latent and the teacher's.
+visible patches of each unmixed image. The loss sums two mean squared errors for each image: that of
+its masked patches and, with distillation, that between its latent and the teacher's.
 
 Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly Separable? (arXiv
 2210.11470; we cite its supplementary material). Release: https://github.com/VILA-Lab/i-mae

@@ -1,7 +1,7 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
 Start at the top. `pretrain` opens the data, builds the model, and hands both to `fit`. For each
-epoch, `fit` calls `train_epoch`. For each batch, that calls `train_step`: forward, backward,
+epoch, `fit` calls `train_epoch`, which calls `train_step` for each batch: forward, backward,
 optimizer step. The other sections are: model and recipe, evaluation, data, checkpoints, processes,
 command line. `args` holds all settings: flags (from the recipe if not given), rank, world, device.
 
@@ -202,7 +202,7 @@ def train_step(net, optimizer, scaler, inputs, seed, args):
 
 
 def draw_keys(train, epochs, args):
-    """Yield the keys (b,2) of this process's images for each step of all epochs. A key is a crop
+    """Yield, for each step of `epochs`, the keys (b,2) of this process's images. A key is a crop
     seed and an image's index. With pairs, a step's images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:

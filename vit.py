@@ -295,7 +295,7 @@ class ViT(nn.Module):
         return normalize_patches(patches)[0] if normalized else patches  # (B, P, p*q*C)
 
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
-        """Replace the patches ids (B,P) of images (B,C,H,W) with predictions pred (B,P,p*q*C). If
+        """Return images (B,C,H,W) with the patches `ids` (B,P) replaced by pred (B,P,p*q*C). If
         `normalized`, predictions are un-normalised first. By default, this uses each true patch's
         mean and variance, which makes the image look too good and its PSNR too high. With
         `leak_free`, it uses those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
