@@ -2,7 +2,7 @@
 
 The encoder sees the visible patches of a weighted sum of two images. Two linear layers, F_1 and
 F_2, turn its output into two latents, one for each image. From each latent, the same MAE decoder
-predicts the corresponding image. With distillation, a frozen MAE, the teacher, also encodes the
+predicts the corresponding image. With distillation, a frozen MAE (the teacher) also encodes the
 visible patches of each unmixed image. The loss sums two mean squared errors for each image: that of
 its masked patches and, with distillation, that between its latent and the teacher's.
 

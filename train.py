@@ -275,7 +275,7 @@ def describe(args, model, train, val):
 def build_model(args, config, source, resumed):
     """Return the model of --method, and its constructor arguments: the encoder's (`config`) and the
     method's own. Weights are random or from `source`, the --init file. When a run is resumed,
-    `source` is its last.pt. Any teacher's sizes come from there, and `resume` loads the weights."""
+    `source` is its last.pt. A teacher's sizes come from it; `resume` later loads all weights."""
     cls, teacher = METHODS[args.method], {}
     own = method_arguments(cls)
     fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
