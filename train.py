@@ -105,7 +105,6 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     optimizer = make_optimizer(args, groups)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
     history = resume(saved, model, optimizer, scaler, content, args) if saved else []
-    start = history[-1]["epoch"] if history else 0
     describe(args, model, train, val)
     net, folder = wrap(model, args), Path(args.runs, args.name)
     if args.rank == 0 and not history:                     # no --resume may continue an old run
@@ -114,20 +113,17 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     content.update(classes=train.classes, mean=model.mean, std=model.std, flags=vars(args))
     if args.rank == 0 and history:                         # a killed run may lack its last row
         write_log(history, folder)
-    if args.epochs == 0 and not history:                   # no training: save the initial model
-        scores, columns = evaluate()
-        history.append({"epoch": 0, **scores})
-        if args.rank == 0:
-            save_run(folder, model, optimizer, scaler, history, content, columns)
-    batches = load_images(train, draw_keys(train, range(start, args.epochs), args), args)
+    epochs = range(history[-1]["epoch"] if history else 0, args.epochs)
+    batches = load_images(train, draw_keys(train, epochs, args), args)
     saved_at = perf_counter()
-    for epoch in range(start, args.epochs):
-        row = train_epoch(epoch, model, net.train(), optimizer, scaler, batches,
-                          n // args.batch_size, make_inputs, args)
+    # With --epochs 0, epoch -1 takes no step, but evaluates and saves the initial model.
+    for epoch in epochs if history or args.epochs else [-1]:
+        row = {} if epoch < 0 else train_epoch(epoch, model, net.train(), optimizer, scaler,
+                                               batches, n // args.batch_size, make_inputs, args)
         due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
         scores, columns = evaluate() if due else ({}, None)
-        history.append({**row, **scores})
-        if epoch == start:
+        history.append({"epoch": epoch + 1, **row, **scores})
+        if epoch == epochs.start:
             report_unreadable(train, args)
         if args.rank == 0 and (due or perf_counter() - saved_at > 60):
             save_run(folder, model, optimizer, scaler, history, content, columns)
@@ -140,8 +136,8 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
 
 
 def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_inputs, args):
-    """Train for one epoch, on the next `steps` batches, and return the epoch's row for the log.
-    `net` is the model as returned by `wrap`."""
+    """Train for one epoch, on the next `steps` batches, and return its values for the log. `net` is
+    the model as returned by `wrap`."""
     totals, waited = {}, 0.0
     pause = 0.1 if sys.stderr.isatty() else 60             # a log file gets a line each minute
     bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
@@ -171,7 +167,7 @@ def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_input
         asked = perf_counter()
     means = mean_over_processes(totals, steps, args)
     seconds = perf_counter() - began
-    return {"epoch": epoch + 1, "lr": lr, **means, "wait": round(waited / seconds, 3),
+    return {"lr": lr, **means, "wait": round(waited / seconds, 3),
             "img_s": round(steps * args.batch_size / seconds, 1)}
 
 
