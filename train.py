@@ -294,17 +294,13 @@ def build_model(args, config, source, resumed):
 
 
 def vit_config(args, img_size, source):
-    """Return the encoder's constructor arguments. Each comes from the first of these that sets it:
-    its own flag, --size, `source` (a checkpoint's config or {}), the default."""
+    """Return the encoder's constructor arguments. Each comes from the last of these that sets it:
+    the defaults, `source` (a checkpoint's config or {}), --size, its own flag."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
-    config = dict(img_size=img_size, patch_size=patch_size, in_chans=source.get("in_chans", 3),
-                  **SIZES[args.size or "micro"])
-    for name in ("patch_size", "dim", "depth", "heads"):
-        if getattr(args, name) is not None:
-            config[name] = getattr(args, name)
-        elif name in source and (args.size is None or name == "patch_size"):
-            config[name] = source[name]
-    return config
+    defaults = dict(patch_size=patch_size, in_chans=3, **SIZES["micro"])
+    flags = {name: value for name, value in vars(args).items() if value is not None}
+    config = {**defaults, **source, **SIZES.get(args.size, {}), **flags, "img_size": img_size}
+    return {name: config[name] for name in ("img_size", *defaults)}
 
 
 def is_low_res(config):
