@@ -444,21 +444,17 @@ class ImageDataset(Dataset):
     it, workers load images one by one. Without it, crop_batch crops whole batches for training."""
 
     def __init__(self, images, labels, classes):
+        self.in_memory = torch.is_tensor(images)
         # An array of bytes: counting references would copy a list of strings into every worker.
-        self.images = images if torch.is_tensor(images) else np.array([*map(os.fsencode, images)])
+        self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
         self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
         self.unreadable, self.reported = torch.zeros(len(images), dtype=torch.bool), 0
         self.unreadable.share_memory_()                    # workers write to it
 
-    @property
-    def in_memory(self):
-        """Return whether `images` is a tensor, not file names."""
-        return torch.is_tensor(self.images)
-
     def __getitem__(self, key):
         """Return image i and its label for key = (seed, i). The seed is for random transforms. An
         image that cannot be read is replaced by another one, the same for all seeds. But with seed
-        0 (validation), it is replaced by a black image with the label UNREADABLE."""
+        0 (validation), it is replaced by a black image, which val_batches leaves out."""
         seed, i = key
         image, g = self.read(i), torch.Generator().manual_seed(i)
         if image is None and seed != 0:
@@ -467,7 +463,7 @@ class ImageDataset(Dataset):
                 if image is not None:
                     break
         if image is None:
-            return self.transform(torch.zeros(3, 8, 8, dtype=torch.uint8)), UNREADABLE
+            image = torch.zeros(3, 8, 8, dtype=torch.uint8)
         # torch.manual_seed would also seed GPUs, which takes 100 times as long
         torch.default_generator.manual_seed(hash(tuple(key)))
         return self.transform(image), self.labels[i].item()
@@ -489,9 +485,6 @@ class ImageDataset(Dataset):
         """Keep only the images with indices ids (n,)."""
         self.labels, self.unreadable = self.labels[ids], self.unreadable[ids].share_memory_()
         self.images = self.images[ids] if self.in_memory else self.images[ids.numpy()]
-
-
-UNREADABLE = -2                                            # the label of a file that cannot be read
 
 
 def report_unreadable(dataset, args):
@@ -575,15 +568,14 @@ def open_folder(root, img_size, args, parts):
     own = tuple(max(unit, side - side % unit) for side, unit in zip(sides, units))
     H, W = img_size or own
     small = max(high, wide) < 224 and own[0] <= H and own[1] <= W
-    for dataset in datasets:
+    for i, dataset in enumerate(datasets):
         dataset.transform = partial(center_crop, img_size=(H, W))
         if small and 3 * len(dataset.labels) * H * W <= MEMORY:
             keys = keys_of(torch.arange(len(dataset.labels))).split(PIECE)
-            images, labels = zip(*((x.cpu(), y.cpu()) for x, y in load_images(dataset, keys, args)))
+            images = torch.cat([x.cpu() for x, _ in load_images(dataset, keys, args)])
             report_unreadable(dataset, args)
-            dataset.images, dataset.labels = torch.cat(images), torch.cat(labels)
-            dataset.transform = None
-            dataset.select((dataset.labels != UNREADABLE).nonzero().flatten())
+            good = ~dataset.unreadable
+            datasets[i] = ImageDataset(images[good], dataset.labels[good], dataset.classes)
     return datasets, (H, W)
 
 
@@ -681,8 +673,8 @@ def val_batches(dataset, args, img_size, most=None):
     batches = own.split(100) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], args)
     for ids, (images, labels) in zip(batches, loaded):
-        good = labels != UNREADABLE
-        ids, images, labels = ids[good.cpu()], images[good], labels[good]
+        good = ~dataset.unreadable[ids]
+        ids, images, labels = ids[good], images[good], labels[good]
         if len(ids):
             yield ids, v2.functional.resize(images, img_size), labels
     report_unreadable(dataset, args)
