@@ -585,8 +585,7 @@ def list_folder(root, parts):
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
-            require((root / part).is_dir(), f"--data {root} has no {part}/. Without labels, "
-                                            f"train.py takes the images of one folder")
+            require((root / part).is_dir(), f"--data {root} needs train/ and val/, or neither")
             start = len(str(root / part)) + 1
             files = [file for file in find_images(root / part) if os.sep in file[start:]]
             names = [file[start:].split(os.sep)[0] for file in files]
@@ -613,7 +612,7 @@ def find_images(root):
     """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
     folder once. Skips names that begin with a dot, and __MACOSX. Prints the number of files of
     other types. Raises InputError if a folder has two or more of train/, val/, valid/ and test/."""
-    files, others = [], Counter()
+    files, others = [], []
     seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(x for x in folders if not x.startswith(".") and x != "__MACOSX")
@@ -627,10 +626,10 @@ def find_images(root):
         names = [name for name in names if not name.startswith(".")]
         images = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
         files += [os.path.join(folder, name) for name in images]
-        others.update(os.path.splitext(name)[1].lower() for name in {*names} - {*images})
+        others += [os.path.splitext(name)[1].lower() for name in {*names} - {*images}]
     if others:
-        print(f"note    {sum(others.values())} files in {root} are of other types and not read: "
-              f"{' '.join(sorted(others)[:9])}")
+        types = " ".join(sorted({*others})[:9])
+        print(f"note    {len(others)} files in {root} are of other types and not read: {types}")
     return sorted(files)
 
 
