@@ -22,11 +22,10 @@ import shlex
 import signal
 import sys
 import zlib
-from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from glob import glob
-from itertools import islice, tee
+from itertools import islice, product, tee
 from pathlib import Path
 from time import perf_counter
 
@@ -379,32 +378,29 @@ def compare(args):
     """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
     Saves a picture for the first mask and ratio. tests/analyses.py has the papers' analyses."""
     require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    rows, names, columns, paths, first = [], [], {}, [], None
+    rows, names, columns, paths = [], [], {}, []
     for word in args.eval:                                 # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
         path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
         content = read_checkpoint(path)
-        cls = METHODS.get(content["method"])
-        if getattr(cls, "reconstruct", None) is None:
+        if getattr(METHODS.get(content["method"]), "reconstruct", None) is None:
             print(f"note    skipping {path}, a {content['method']}: it predicts no pixels")
             continue
         model = load_model(path).to(args.device)
         sizes = f"--img_size and --patch_size {model.encoder.img_size}, {model.encoder.patch_size}"
-        if first is None:                                  # all get the first one's data and size
+        if not rows:                                       # all get the first one's data and size
             first, args.data = sizes, args.data or content["flags"].get("data", "shapes")
             val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
-        require(sizes == first, f"{path} was trained with {sizes}, the checkpoint before it with "
-                                f"{first}: their PSNR cannot be compared")
+        require(sizes == first, f"{path} was trained with {sizes}, the first one with {first}")
         names.append(run_of(path))
-        for mask in args.masks:
-            for ratio in args.mask_ratios:
-                scores, images = evaluate_psnr(model, val, args, mask, ratio)
-                rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-                if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
-                    columns = columns or {name: images[name] for name in ("original", "masked")}
-                    title = f"{names[-1]}\n{scores['psnr_masked']:.2f} dB"
-                    columns[title] = images["completed"]
+        for mask, ratio in product(args.masks, args.mask_ratios):
+            scores, images = evaluate_psnr(model, val, args, mask, ratio)
+            rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
+            if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
+                columns = columns or {name: images[name] for name in ("original", "masked")}
+                title = f"{names[-1]}\n{scores['psnr_masked']:.2f} dB"
+                columns[title] = images["completed"]
     require(rows, f"--eval {' '.join(args.eval)}: no checkpoint predicts pixels")
     picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
     save_picture(columns, picture)
