@@ -103,15 +103,15 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     args.eval_every = args.eval_every or max(1, args.epochs // 50)
     optimizer = make_optimizer(args, groups)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
-    history = resume(saved, model, optimizer, scaler, content, args) if saved else []
+    content.update(classes=train.classes, mean=model.mean, std=model.std, flags=vars(args))
+    history = resume(saved, model, optimizer, scaler, content) if saved else []
     describe(args, model, train, val)
     net, folder = wrap(model, args), Path(args.runs, args.name)
-    if args.rank == 0 and not history:                     # no --resume may continue an old run
-        (folder / "last.pt").unlink(missing_ok=True)
-
-    content.update(classes=train.classes, mean=model.mean, std=model.std, flags=vars(args))
     if args.rank == 0 and history:                         # a killed run may lack its last row
         write_log(history, folder)
+    elif args.rank == 0:                                   # no --resume may continue an old run
+        (folder / "last.pt").unlink(missing_ok=True)
+
     epochs = range(history[-1]["epoch"] if history else 0, args.epochs)
     batches = load_images(train, draw_keys(train, epochs, args), args)
     saved_at = perf_counter()
@@ -875,12 +875,12 @@ def initialize(model, content, path):
         print(f"note    {path} was trained with another mean and std of images")
 
 
-def resume(saved, model, optimizer, scaler, content, args):
+def resume(saved, model, optimizer, scaler, content):
     """Load `saved`, the last.pt of this run, and return the rows of its log. Prints which flags
-    have changed. Raises InputError if the model, data, seed or optimizer has changed."""
+    have changed. Raises InputError if model, data, seed or optimizer are not those of `content`."""
     kept = ("images", "train_images", "labels", "seed", "optimizer")
-    old, new = ({"method": x["method"], **x["config"], **{k: flags.get(k) for k in kept}}
-                for x, flags in ((saved, saved["flags"]), (content, vars(args))))
+    old, new = ({"method": x["method"], **x["config"], **{k: x["flags"].get(k) for k in kept}}
+                for x in (saved, content))
     differ = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
               if old.get(name) != new.get(name)]
     require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was "
@@ -891,10 +891,10 @@ def resume(saved, model, optimizer, scaler, content, args):
     if saved["scaler"]:                                    # empty unless the run used fp16
         scaler.load_state_dict(saved["scaler"])
     for name, value in saved["flags"].items():
-        now = getattr(args, name, value)
+        now = content["flags"].get(name, value)
         if now != value and name not in ("resume", "overwrite", "command", "created"):
             print(f"note    {name} changed from {value} to {now}")
-    print(f"resumed after epoch {saved['epoch']} of {args.epochs}")
+    print(f"resumed after epoch {saved['epoch']} of {content['flags']['epochs']}")
     history = saved["history"]
     saved.clear()                                          # frees its weights
     return history
