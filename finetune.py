@@ -295,14 +295,12 @@ def knn(model, train, args, img_size, temperature=0.07):
         return F.normalize(features.float(), dim=1)                    # (b, width)
 
     bank = torch.zeros(len(train.labels), model.width, device=args.device)         # (N, width)
-    bank_labels = torch.zeros(len(train.labels), dtype=torch.long, device=args.device)  # (N,)
-    for ids, images, labels in val_batches(train, args, img_size):
-        bank[ids.to(args.device)], bank_labels[ids.to(args.device)] = embed(images), labels
+    for ids, images, _ in val_batches(train, args, img_size):
+        bank[ids.to(args.device)] = embed(images)
     if args.world > 1:                                     # each process has filled its own rows
         dist.all_reduce(bank)
-        dist.all_reduce(bank_labels)
     was_read = bank.any(dim=1)                             # False for images that cannot be read
-    bank, bank_labels = bank[was_read], bank_labels[was_read]
+    bank, bank_labels = bank[was_read], train.labels.to(args.device)[was_read]
 
     def score(images):
         features = embed(images)                                       # (b, width)
