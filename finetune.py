@@ -19,7 +19,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from train import (DATA, DEFAULTS, ENCODER, METHODS, RECIPE, RUN, add_flags, apply_recipe, autocast,
-                   count, crop_batch, crop_transform, fit, fraction, in_range, initialize,
+                   count, crop_batch, crop_transform, fill_in, fit, fraction, in_range, initialize,
                    mean_over_processes, new_parser, not_negative, open_data, open_run,
                    read_checkpoint, run_cli, run_of, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
@@ -59,7 +59,7 @@ def prepare(args):
     """Open the checkpoint and the data, and build a Classifier. Returns the model, its constructor
     arguments, both data sets, the image size, and the last.pt to resume from ({} if none)."""
     saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
-    source = saved or {"config": {}, "flags": {}, "model": {}}
+    source = saved or dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     if args.checkpoint and not saved:
         source = part_of(read_checkpoint(args.checkpoint, args.heads), args.part)
     args.data = args.data or source["flags"].get("data", "shapes")
@@ -74,16 +74,13 @@ def prepare(args):
         config.update(smoothing=args.smoothing, drop_path=args.drop_path)
     args.pairs = args.same_draws = False                   # drop path differs between processes
 
-    extra_tokens = count_extra_tokens(source["model"])
-    probe, norm = args.mode in ("linear", "knn"), getattr(args, "norm", None)
-    if norm is None:                                       # --norm is for linear and knn
-        norm = probe and "encoder.norm.weight" in source["model"]
+    probe, extra_tokens = args.mode in ("linear", "knn"), count_extra_tokens(source["model"])
     cls = METHODS.get(source.get("method"))                # a fork's class may set pool
-    args.pool = (args.pool or source["config"].get("pool") or getattr(cls, "pool", None)
-                 or default_pool(extra_tokens, config["dim"]))
-    config.update(classes=len(train.classes), pool=args.pool, extra_tokens=extra_tokens,
-                  probe=probe, norm=norm,
-                  mean=source.get("mean", IMAGENET_MEAN), std=source.get("std", IMAGENET_STD))
+    pool = source["config"].get("pool") or getattr(cls, "pool", None)
+    fill_in(args, {"pool": pool or default_pool(extra_tokens, config["dim"]),
+                   "norm": probe and "encoder.norm.weight" in source["model"]})
+    config.update(classes=len(train.classes), pool=args.pool, norm=args.norm, probe=probe,
+                  extra_tokens=extra_tokens, mean=source["mean"], std=source["std"])
     torch.manual_seed(args.seed)
     model = Classifier(**config).to(args.device)
     print(f"features: {model.width} numbers (--pool {args.pool})")
