@@ -145,10 +145,9 @@ def layer_decay_groups(model, weight_decay, layer_decay):
     for name, p in model.named_parameters():
         part = name.removeprefix("encoder.").split(".")
         learned = part[0] in ("cls_token", "pos_embed", "extra_tokens")
-        if learned or part[0] == "patch_embed":
-            layer = 0
-        else:
-            layer = int(part[1]) + 1 if part[0] == "blocks" else n
+        layer = 0 if learned or part[0] == "patch_embed" else n
+        if part[0] == "blocks":
+            layer = int(part[1]) + 1
         decays = p.ndim > 1 and not learned
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
