@@ -9,7 +9,6 @@ probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and fli
 released code. The end of this file lists the differences. For i-MAE, see tests/FLAGS.md.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -338,6 +337,7 @@ FEATURES = {  # flags, as in train.py
              "tokens (default); token: class token; extra: mean of the extra tokens (MINR's weight "
              "tokens); joined: all extra tokens or, without any, all patch tokens as one vector. "
              "Default for MINR: joined if it has at most 5000 features, else extra")}
+NORM = {"norm": (bool, "end the frozen encoder with a LayerNorm; default: as in the checkpoint")}
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
@@ -375,8 +375,7 @@ def main(argv=None):
     if mode == "knn":
         option("--k", type=count, default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
-        option("--norm", action=argparse.BooleanOptionalAction,
-               help="whether the frozen encoder ends with a LayerNorm (as in the checkpoint)")
+        add_flags(parser, "frozen encoder", NORM)
     if mode != "knn":
         add_flags(parser, "run", RUN)
         recipe, low_res = RECIPES[mode]
