@@ -64,8 +64,7 @@ def prepare(args):
     args.data = args.data or source["flags"].get("data", "shapes")
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
-    require(len(train.classes) > 1, f"--data {args.data} has {len(train.classes)} classes: put the "
-                                    f"images into at least two class folders in train/ and val/")
+    require(len(train.classes) > 1, f"--data {args.data} needs two class folders or more")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     if args.mode != "knn":
@@ -192,8 +191,7 @@ class Classifier(nn.Module):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
-        require(pool != "extra" or extra_tokens,
-                "--pool extra: only MINR's encoder has extra tokens; try --pool mean")
+        require(pool != "extra" or extra_tokens, "--pool extra: only MINR's encoder has these")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
                 f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")
@@ -319,9 +317,8 @@ def evaluate_checkpoint(args):
     val, img_size = open_data(args.data, config["img_size"], args, parts=["val"])
     classes = content.get("classes", val.classes)
     require(len(val.classes) == config["classes"] and val.classes == classes,
-            f"{args.checkpoint} was trained on {config['classes']} classes "
-            f"({', '.join(classes[:3])} ...), but --data {args.data} has {len(val.classes)} "
-            f"({', '.join(val.classes[:3])} ...)")
+            f"{args.checkpoint} has {config['classes']} classes: {', '.join(classes[:3])} ..., but "
+            f"--data {args.data} has {len(val.classes)}: {', '.join(val.classes[:3])} ...")
     model = Classifier(**config).to(args.device)
     model.load_state_dict(state)
     row, _ = evaluate(model.classify, val, args, img_size)
