@@ -64,7 +64,7 @@ def prepare(args):
     args.data = args.data or source["flags"].get("data", "shapes")
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
-    require(len(train.classes) > 1, f"--data {args.data} needs two class folders or more")
+    require(len(train.classes) > 1, f"--data {args.data} needs at least two classes, as folders")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     if args.mode != "knn":
@@ -233,9 +233,6 @@ class Classifier(nn.Module):
         return loss, {"loss": loss.detach()}
 
 
-MOST_FEATURES = 5000                                       # that --pool joined may give
-
-
 def default_pool(extra_tokens, dim):
     """Return the default --pool for an encoder of width dim. For MINR, it uses the weight tokens:
     MINR's loss reads only their outputs, so the outputs of patch tokens are not trained."""
@@ -244,6 +241,7 @@ def default_pool(extra_tokens, dim):
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
 
 
+MOST_FEATURES = 5000                                       # that --pool joined may give
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; items 6, 7
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
@@ -252,8 +250,7 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-LOW_RES = dict(  # our own settings, for --size micro
-    batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
+LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, for micro
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # item 9
@@ -311,8 +308,7 @@ def evaluate_checkpoint(args):
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
         pool = "mean" if "fc_norm.weight" in state else "token"
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
-    require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
-                                 f"--mode finetune or linear")
+    require("classes" in config, f"{args.checkpoint} has no classification head: fine-tune it")
     args.data = args.data or content["flags"].get("data", "shapes")
     val, img_size = open_data(args.data, config["img_size"], args, parts=["val"])
     classes = content.get("classes", val.classes)
@@ -330,10 +326,10 @@ def evaluate_checkpoint(args):
 # ------------------------------------------------------------------------------- the command line
 FEATURES = {  # flags, as in train.py
     "part": (str, "part of the checkpoint to evaluate, e.g. teacher; default: encoder"),
-    "pool": (("mean", "token", "extra", "joined"), "features to use. mean: mean of the patch "
-             "tokens (default); token: class token; extra: mean of the extra tokens (MINR's weight "
-             "tokens); joined: all extra tokens or, without any, all patch tokens as one vector. "
-             "Default for MINR: joined if it has at most 5000 features, else extra")}
+    "pool": (("mean", "token", "extra", "joined"), "mean: mean of the patch tokens (default); "
+             "token: class token; extra: mean of the extra tokens (MINR's weight tokens); joined: "
+             "all extra tokens or, without any, all patch tokens as one vector. Default for MINR: "
+             "joined if it has at most 5000 features, else extra")}
 NORM = {"norm": (bool, "end the frozen encoder with a LayerNorm; default: as in the checkpoint")}
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
