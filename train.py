@@ -67,8 +67,7 @@ def pretrain(args):
     model, config = build_model(args, config, source, resumed=bool(saved))
     del source                                             # its weights are in the model now
     apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
-    # True: each image has a partner (i-MAE). "views": the partner is the image, cropped in another
-    # way (tests/FORKS.md)
+    # True: each image has a partner (i-MAE). "views": its partner is another crop of it (FORKS.md)
     args.pairs = getattr(cls, "pairs", False)
     args.same_draws = True                                 # MINR's random pixels: see train_step
     if args.pairs is True:
@@ -524,8 +523,7 @@ def open_data(name, img_size, args, parts=("train", "val")):
         size = img_size or tuple(datasets[0].images.shape[2:])
         args.images = f"{zlib.crc32(datasets[0].images.contiguous().numpy()):08x} (checksum)"
     else:
-        require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100, a .pt file "
-                                     f"or a folder")
+        require(Path(name).is_dir(), f"--data {name} is not a folder, shapes, cifar10 or cifar100")
         datasets, size = open_folder(Path(name).absolute(), img_size, args, parts)
     if args.train_images is not None and "train" in parts:
         order = torch.randperm(len(datasets[0].labels), generator=torch.Generator().manual_seed(0))
@@ -593,8 +591,7 @@ def list_folder(root, parts):
                                          f"folders, with images in each; different: {differ}")
         return [found[part] for part in parts]
     files = find_images(root)
-    require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
-                            f"at least two are needed")
+    require(len(files) > 1, f"--data {root} has too few images ({' '.join(IMG_EXTENSIONS)})")
     names = [file[len(str(root)) + 1:].replace(os.sep, "/") for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
@@ -785,8 +782,7 @@ def open_run(args, name):
     share = mean_over_processes({"created": args.created, "found": last.exists()}, 1, args)
     require(share["created"] or args.resume or args.overwrite, f"{folder} exists: --resume "
             f"continues this run, --overwrite replaces it, --name NAME starts another one")
-    require(share["found"] in (0, 1), f"not all processes find {last}: --runs must be on a shared "
-                                      f"disk")
+    require(share["found"] in (0, 1), f"only some processes find {last}: do they share --runs?")
     if args.resume and not share["found"]:
         print(f"note    nothing to resume: {last} does not exist, so a new run starts")
     return read_checkpoint(last) if args.resume and share["found"] else {}
