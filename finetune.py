@@ -9,8 +9,6 @@ probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and fli
 released code. The end of this file lists the differences. For i-MAE, see tests/FLAGS.md.
 """
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,8 +17,8 @@ from torchvision.transforms import v2
 
 from train import (DATA, DEFAULTS, ENCODER, METHODS, RECIPE, RUN, add_flags, apply_recipe, autocast,
                    count, crop_batch, crop_transform, fill_in, fit, fraction, in_range, initialize,
-                   mean_over_processes, new_parser, not_negative, open_data, open_run,
-                   read_checkpoint, run_cli, run_of, val_batches, vit_config)
+                   mean_over_processes, name_of, new_parser, not_negative, open_data, open_run,
+                   read_checkpoint, run_cli, val_batches, vit_config)
 from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
@@ -91,9 +89,9 @@ def prepare(args):
 
 def run_name(args):
     """Name a run after its checkpoint and mode, --data if given, and --labels if below 1."""
-    words = [run_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
+    words = [name_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
     if args.data or not args.checkpoint:
-        words.append(Path(args.data or "shapes").absolute().name.removesuffix(".pt"))
+        words.append(name_of(args.data or "shapes"))
     if args.labels < 1:
         words.append(f"{args.labels:g}")
     return "_".join(words)

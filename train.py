@@ -57,7 +57,7 @@ def pretrain(args):
     """Train the model of --method on --data, and return the last row of log.jsonl."""
     cls = METHODS[args.method]
     args.data = args.data or "shapes"
-    saved = open_run(args, f"{args.method}_{Path(args.data).absolute().name.removesuffix('.pt')}")
+    saved = open_run(args, f"{args.method}_{name_of(args.data)}")
     source = saved or {"config": {}}                       # sizes, and any weights, are from here
     if args.init and not saved:
         source = read_checkpoint(args.init, args.heads)
@@ -392,7 +392,7 @@ def compare(args):
             first, args.data = sizes, args.data or content["flags"].get("data", "shapes")
             val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
         require(sizes == first, f"{path} was trained with {sizes}, the first one with {first}")
-        names.append(run_of(path))
+        names.append(name_of(path))
         for mask, ratio in product(args.masks, args.mask_ratios):
             scores, images = evaluate_psnr(model, val, args, mask, ratio)
             rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
@@ -788,8 +788,8 @@ def open_run(args, name):
     return read_checkpoint(last) if args.resume and share["found"] else {}
 
 
-def run_of(path):
-    """Return the name of a checkpoint's run or, if the file is not a last.pt, the file's name."""
+def name_of(path):
+    """Return what runs call data or a checkpoint: a last.pt by its folder, others by their name."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
