@@ -500,9 +500,8 @@ def open_data(name, img_size, args, parts=("train", "val")):
     in memory are moved to the device. Sets args.images, by which --resume recognises the data."""
     size, args.images = img_size or (32, 32), name
     if name == "shapes":
-        sizes = {"train": 10_000, "val": 1_000}            # the sizes are also the seeds
-        datasets = [ImageDataset(*draw_shapes(sizes[part], size, seed=sizes[part]), [*SHAPES])
-                    for part in parts]
+        counts = [{"train": 10_000, "val": 1_000}[part] for part in parts]       # also the seeds
+        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES]) for n in counts]
     elif name in ("cifar10", "cifar100"):
         kind = getattr(torchvision.datasets, name.upper())
         if args.local_rank > 0:                            # one process of each machine downloads,
