@@ -62,7 +62,8 @@ def prepare(args):
     args.data = args.data or source["flags"].get("data", "shapes")
     img_size = args.img_size or source["config"].get("img_size")
     train, val, img_size = open_data(args.data, img_size, args)
-    require(len(train.classes) > 1, f"--data {args.data} needs at least two classes, as folders")
+    require(len(train.classes) > 1, f"--data {args.data} needs at least two classes, each with a "
+                                    f"folder in train/ and in val/")
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     if args.mode != "knn":
@@ -306,7 +307,8 @@ def evaluate_checkpoint(args):
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
         pool = "mean" if "fc_norm.weight" in state else "token"
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
-    require("classes" in config, f"{args.checkpoint} has no classification head: fine-tune it")
+    require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
+                                 f"--mode finetune or linear")
     args.data = args.data or content["flags"].get("data", "shapes")
     val, img_size = open_data(args.data, config["img_size"], args, parts=["val"])
     classes = content.get("classes", val.classes)
