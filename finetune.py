@@ -190,7 +190,8 @@ class Classifier(nn.Module):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
-        require(pool != "extra" or extra_tokens, "--pool extra: only MINR's encoder has these")
+        require(pool != "extra" or extra_tokens,
+                "--pool extra: only MINR's encoder has extra tokens; try --pool mean")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
                 f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")

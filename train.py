@@ -111,13 +111,17 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     elif args.rank == 0:                                   # no --resume may continue an old run
         (folder / "last.pt").unlink(missing_ok=True)
 
+    if args.epochs == 0 and not history:                   # no training: save the initial model
+        scores, columns = evaluate()
+        history.append({"epoch": 0, **scores})
+        if args.rank == 0:
+            save_run(folder, model, optimizer, scaler, history, content, columns)
     epochs = range(history[-1]["epoch"] if history else 0, args.epochs)
     batches = load_images(train, draw_keys(train, epochs, args), args)
     saved_at = perf_counter()
-    # With --epochs 0, epoch -1 takes no step, but evaluates and saves the initial model.
-    for epoch in epochs if history or args.epochs else [-1]:
-        row = {} if epoch < 0 else train_epoch(epoch, model, net.train(), optimizer, scaler,
-                                               batches, n // args.batch_size, make_inputs, args)
+    for epoch in epochs:
+        row = train_epoch(epoch, model, net.train(), optimizer, scaler, batches,
+                          n // args.batch_size, make_inputs, args)
         due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
         scores, columns = evaluate() if due else ({}, None)
         history.append({"epoch": epoch + 1, **row, **scores})
@@ -522,7 +526,8 @@ def open_data(name, img_size, args, parts=("train", "val")):
         size = img_size or tuple(datasets[0].images.shape[2:])
         args.images = f"{zlib.crc32(datasets[0].images.contiguous().numpy()):08x} (checksum)"
     else:
-        require(Path(name).is_dir(), f"--data {name} is not a folder, shapes, cifar10 or cifar100")
+        require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100, a .pt file "
+                                     f"or a folder")
         datasets, size = open_folder(Path(name).absolute(), img_size, args, parts)
     if args.train_images is not None and "train" in parts:
         order = torch.randperm(len(datasets[0].labels), generator=torch.Generator().manual_seed(0))
@@ -578,7 +583,8 @@ def list_folder(root, parts):
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
-            require((root / part).is_dir(), f"--data {root} needs train/ and val/, or neither")
+            require((root / part).is_dir(), f"--data {root} has no {part}/. Without labels, "
+                                            f"train.py takes the images of one folder")
             start = len(str(root / part)) + 1
             files = [file for file in find_images(root / part) if os.sep in file[start:]]
             names = [file[start:].split(os.sep)[0] for file in files]
@@ -590,7 +596,8 @@ def list_folder(root, parts):
                                          f"folders, with images in each; different: {differ}")
         return [found[part] for part in parts]
     files = find_images(root)
-    require(len(files) > 1, f"--data {root} has too few images ({' '.join(IMG_EXTENSIONS)})")
+    require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
+                            f"at least two are needed")
     names = [file[len(str(root)) + 1:].replace(os.sep, "/") for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
@@ -781,7 +788,8 @@ def open_run(args, name):
     share = mean_over_processes({"created": args.created, "found": last.exists()}, 1, args)
     require(share["created"] or args.resume or args.overwrite, f"{folder} exists: --resume "
             f"continues this run, --overwrite replaces it, --name NAME starts another one")
-    require(share["found"] in (0, 1), f"only some processes find {last}: do they share --runs?")
+    require(share["found"] in (0, 1), f"not all processes find {last}: --runs must be on a shared "
+                                      f"disk")
     if args.resume and not share["found"]:
         print(f"note    nothing to resume: {last} does not exist, so a new run starts")
     return read_checkpoint(last) if args.resume and share["found"] else {}
