@@ -97,7 +97,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     added to every last.pt."""
     n, pieces = len(train.labels), args.world * args.accum
     require(args.batch_size <= n and args.batch_size % pieces == 0,
-            f"--batch_size {args.batch_size} must be at most {n}, the number of images, and "
+            f"--batch_size {args.batch_size} must be at most {n} (training images) and "
             f"divisible by {args.world} processes x --accum {args.accum}")
     args.eval_every = args.eval_every or max(1, args.epochs // 50)
     optimizer = make_optimizer(args, groups)
@@ -114,6 +114,7 @@ def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content
     if args.epochs == 0 and not history:                   # no training: save the initial model
         scores, columns = evaluate()
         history.append({"epoch": 0, **scores})
+        print("epoch 0:", ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
         if args.rank == 0:
             save_run(folder, model, optimizer, scaler, history, content, columns)
     epochs = range(history[-1]["epoch"] if history else 0, args.epochs)
@@ -331,8 +332,8 @@ def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
-        print(f"note    the batch size is reduced from {recipe['batch_size']}: {n} images are few")
         recipe["batch_size"] = 2 ** max(1, int(math.log2(n / 10)))
+        print(f"note    the batch size is {recipe['batch_size']}, because {n} images are few")
     if args.epochs is not None:
         recipe["warmup_epochs"] *= min(1, args.epochs / recipe["epochs"])
     fill_in(args, {name: value for name, value in recipe.items() if name != "lr"})
@@ -391,11 +392,15 @@ def compare(args):
             print(f"note    skipping {path}, a {content['method']}: it predicts no pixels")
             continue
         model = load_model(path).to(args.device)
-        sizes = f"--img_size and --patch_size {model.encoder.img_size}, {model.encoder.patch_size}"
+        sizes = f"--img_size {model.encoder.img_size} and --patch_size {model.encoder.patch_size}"
+        own_data = content["flags"].get("data", "shapes")
         if not rows:                                       # all get the first one's data and size
-            first, args.data = sizes, args.data or content["flags"].get("data", "shapes")
+            first, first_sizes, args.data = path, sizes, args.data or own_data
             val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
-        require(sizes == first, f"{path} was trained with {sizes}, the first one with {first}")
+        require(sizes == first_sizes, f"{path} has {sizes}, but {first} has {first_sizes}: "
+                                      f"evaluate them separately")
+        if own_data != args.data:
+            print(f"note    {path} was trained on {own_data} and is evaluated on {args.data}")
         names.append(name_of(path))
         for mask, ratio in product(args.masks, args.mask_ratios):
             scores, images = evaluate_psnr(model, val, args, mask, ratio)
@@ -493,10 +498,10 @@ def report_unreadable(dataset, args):
     if args.world > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
     count, text = flags.sum().item(), f"of {len(flags)} image files cannot be read"
+    require(count <= len(flags) / 10, f"{count} {text}, more than a tenth")
     if count > dataset.reported:
         print(f"note    {count} {text}")
         dataset.reported = count
-    require(count <= len(flags) / 10, f"{count} {text}")
 
 
 def open_data(name, img_size, args, parts=("train", "val")):
@@ -520,6 +525,8 @@ def open_data(name, img_size, args, parts=("train", "val")):
                     for s in sets]
     elif name.endswith(".pt"):                             # your own tensors, see tests/FORKS.md
         content = torch.load(name, weights_only=True)
+        require(isinstance(content, dict) and {*parts} <= {*content},
+                f"--data {name} must be a dict with train and val (tests/FORKS.md)")
         datasets = [ImageDataset(*content[part]) for part in parts]
         require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
                 f"--data {name}: images must be uint8 (N,C,H,W)")
@@ -583,8 +590,8 @@ def list_folder(root, parts):
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
-            require((root / part).is_dir(), f"--data {root} has no {part}/. Without labels, "
-                                            f"train.py takes the images of one folder")
+            require((root / part).is_dir(), f"--data {root} has no {part}/: add it or, to pretrain "
+                                            f"without labels, pass a plain folder of images")
             start = len(str(root / part)) + 1
             files = [file for file in find_images(root / part) if os.sep in file[start:]]
             names = [file[start:].split(os.sep)[0] for file in files]
@@ -842,7 +849,7 @@ def read_checkpoint(path, heads=None):
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:                             # a broken file can raise anything
         raise InputError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from None
     if "method" not in content:

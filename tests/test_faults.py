@@ -137,7 +137,8 @@ BROKEN = {  # from a good file's bytes and content: broken bytes or content
     "half": lambda file, content: file[:len(file) // 2],
     "code": lambda file, content: {**content, "extra": Payload()},
     "pickled code": lambda file, content: pickle.dumps({"model": Payload()}, 2),
-    "other names": lambda file, content: {"epoch": 3, "state_dict": content["model"]}}
+    "other names": lambda file, content: {"epoch": 3, "state_dict": content["model"]},
+    "a tensor": lambda file, content: torch.zeros(3)}
 
 
 @pytest.mark.parametrize("name", BROKEN)

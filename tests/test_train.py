@@ -94,6 +94,8 @@ def test_tensors(pretrain, refused):
     assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
     torch.save({**parts, "val": (images.float(), *parts["val"][1:])}, "own.pt")
     refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
+    torch.save({"train": parts["train"]}, "own.pt")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "own.pt must")
 
 
 def names(root):
@@ -724,6 +726,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys):
     rows = train.main([*words, "runs/[mt]*", "runs/half/last.pt"])
     said = capsys.readouterr().out
     assert "skipping runs/tuned" in said and "mean over 11 images of only" in said
+    assert f"runs/half/last.pt was trained on {folder} and is evaluated on only" in said
     assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
         ("mae", 0.75), ("mae", 0.5), ("half", 0.75), ("half", 0.5)]
     for name, row in (("mae", rows[1]), ("half", rows[2])):
