@@ -8,6 +8,8 @@ import torch
 import finetune
 import train
 from tests.conftest import FIVE, ROOT
+from train import METHODS
+from vit import SIZES
 
 MODELS = ROOT / "tests/models"
 ROWS = re.findall(r"^\| (\w+) \|.*\| ([\d.]+) \| ([\d.]+), ([\d.]+) \|$",
@@ -16,11 +18,12 @@ ROWS = re.findall(r"^\| (\w+) \|.*\| ([\d.]+) \| ([\d.]+), ([\d.]+) \|$",
 
 def test_all_methods_are_there():
     """They were trained with today's defaults."""
-    assert [name for name, *_ in ROWS] == [*FIVE]
-    for name, cls in ((name, train.METHODS[name]) for name in FIVE):
-        config = train.read_checkpoint(MODELS / f"{name}.pt")["config"]
-        assert config.items() >= cls.low_res_config.items()
-    assert sum(file.stat().st_size for file in MODELS.glob("*.pt")) < 4.2e6
+    assert [name for name, *_ in ROWS] == [*FIVE, "tiny"]
+    for name, *_ in ROWS:
+        content = train.read_checkpoint(MODELS / f"{name}.pt")
+        cls, size = METHODS[content["method"]], SIZES["tiny" if name == "tiny" else "micro"]
+        assert content["config"].items() >= {**cls.low_res_config, **size}.items()
+        assert (MODELS / f"{name}.pt").stat().st_size < (12e6 if name == "tiny" else 1.2e6)
 
 
 @pytest.mark.parametrize("name, psnr, top1, top5", ROWS)
