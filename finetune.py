@@ -1,8 +1,8 @@
 """Evaluate what an encoder has learned: `python finetune.py --checkpoint runs/mae_shapes/last.pt`.
 
 Fine-tune the encoder, train the same network from scratch, fit a linear probe, or classify by
-nearest neighbours. Or evaluate a fine-tuned checkpoint, yours or a released one. `finetune` opens
-the data, builds a Classifier and hands both to train.fit. train.py handles data and checkpoints.
+nearest neighbours. --mode eval is for a fine-tuned checkpoint, yours or a released one. `finetune`
+opens the data, builds a Classifier and hands both to train.fit. train.py handles data and files.
 
 The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
 probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
@@ -190,8 +190,7 @@ class Classifier(nn.Module):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
-        require(pool != "extra" or extra_tokens,
-                "--pool extra: only MINR's encoder has extra tokens; try --pool mean")
+        require(pool != "extra" or extra_tokens, "--pool extra is for MINR only; try --pool mean")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
                 f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")
