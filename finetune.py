@@ -19,7 +19,7 @@ from train import (DATA, DEFAULTS, ENCODER, METHODS, RECIPE, RUN, add_flags, app
                    count, crop_batch, crop_transform, fill_in, fit, fraction, in_range, initialize,
                    mean_over_processes, name_of, new_parser, not_negative, open_data, open_run,
                    read_checkpoint, run_cli, val_batches, vit_config)
-from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
+from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
@@ -67,7 +67,10 @@ def prepare(args):
     keep_labels(train, args.labels, args.seed)
     config = vit_config(args, img_size, source["config"])
     if args.mode != "knn":
-        apply_recipe(args, *RECIPES[args.mode], config, len(train.labels))
+        recipe, low_res = RECIPES[args.mode]
+        if args.mode == "scratch":                         # wide networks need a lower lr
+            low_res = dict(low_res, lr=low_res["lr"] * SIZES["micro"]["dim"] / config["dim"])
+        apply_recipe(args, recipe, low_res, config, len(train.labels))
         config.update(smoothing=args.smoothing, drop_path=args.drop_path)
     args.pairs = args.same_draws = False                   # drop path differs between processes
 
@@ -250,9 +253,10 @@ LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, for micro
+LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/RECIPE.md
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
-    "finetune": (FINETUNE, dict(LOW_RES, lr=2e-3)), "linear": (LINEAR, LOW_RES),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(LOW_RES, lr=2e-3))}  # item 9
+    "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
+    "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 9
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -340,6 +344,8 @@ AUGMENT = {
                             "used instead of MixUp and CutMix; 0: off"),
     "smoothing": (fraction, "label smoothing")}
 ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256. With --mode scratch, the "
+                         "low_res value is for ViT-micro and falls in proportion to the width"),
     "drop_path": (fraction, "drop path rate of the last block"),
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 

@@ -447,6 +447,8 @@ def dry(monkeypatch, tmp_path):
     ("--size micro --lr 0.32 --decoder_dim 32", 32, dict(lr=0.32, decoder_dim=32)),
     ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--mode scratch", 224, dict(lr=2e-3, randaug=0, layer_decay=1.0)),
+    ("--mode scratch --size tiny", 32, dict(lr=2e-3 / 3, randaug=0)),  # three times as wide
+    ("--mode scratch --size tiny --blr 0.1", 32, dict(lr=0.1 * 64 / 256)),
     ("--mode scratch --size tiny", 224, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8))])
 def test_small_images_and_encoders(dry, words, side, wanted):
     """Small images and encoders have a recipe of their own. Others have the paper's."""
@@ -456,7 +458,7 @@ def test_small_images_and_encoders(dry, words, side, wanted):
 
 @pytest.mark.parametrize("words, n, batch_size", [
     ("", 50_000, 64), ("", 639, 32), ("", 9, 2), ("--batch_size 64", 120, 64),
-    ("--mode scratch", 50_000, 128), ("--mode scratch", 639, 32)])
+    ("--mode scratch", 50_000, 64), ("--mode scratch", 639, 32)])
 def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size):
     main = finetune.main if "--mode" in words else train.main
     found = dry(main, f"{words} --blr 0.1", 32, n)
