@@ -44,17 +44,25 @@ SOURCES = {  # encoder: finetune.py's flags instead of --checkpoint with that en
     "ginr": "--checkpoint {runs}/ginr/last.pt --pool joined",
     "ginr_mean": "--checkpoint {runs}/ginr/last.pt --pool extra",
     "scratch": "--mode scratch --size {size} --layer_decay 1 --pool mean"}
-# finetune.py's low-resolution defaults when the tables were made: the tables keep them
-ALIKE = ("--batch_size 128 --min_lr 0 --betas 0.9,0.999 --crop 0.5 --flip --randaug 0 --erasing 0 "
-         "--mixup 0 --cutmix 0 --mix_ratio 0")
-FINETUNE = (f"--mode finetune {ALIKE} --optimizer adamw --lr 2e-3 --weight_decay 0.05 "
-            f"--layer_decay 0.75 --smoothing 0.1 --drop_path 0")
+# finetune.py's settings are given in full, so that its defaults can change: for the tables, ...
+ALIKE = ("--min_lr 0 --betas 0.9,0.999 --flip --randaug 0 --erasing 0 --mixup 0 --cutmix 0 "
+         "--mix_ratio 0")
+FINETUNE = (f"--mode finetune {ALIKE} --batch_size 128 --crop 0.5 --optimizer adamw --lr 2e-3 "
+            f"--weight_decay 0.05 --layer_decay 0.75 --smoothing 0.1 --drop_path 0")
 TUNED = {  # column: flags of finetune.py
-    "linear": f"--mode linear {ALIKE} --optimizer sgd --lr 0.05 --weight_decay 0 --smoothing 0 "
-              f"--epochs 6 --warmup_epochs 0.6",
+    "linear": f"--mode linear {ALIKE} --batch_size 128 --crop 0.5 --optimizer sgd --lr 0.05 "
+              f"--weight_decay 0 --smoothing 0 --epochs 6 --warmup_epochs 0.6",
     "1%": f"{FINETUNE} --labels 0.01 --batch_size 24 --epochs 18 --warmup_epochs 1",
     "10%": f"{FINETUNE} --labels 0.1 --epochs 12 --warmup_epochs 1",
     "100%": f"{FINETUNE} --epochs 3 --warmup_epochs 0.3"}
+# ... and for RECIPE.md, where pretraining pays: encoder: (flags, {fraction of labels: epochs})
+BETTER = (f"{ALIKE} --crop 0.85 --optimizer adamw --lr 2e-3 --weight_decay 0.05 --smoothing 0.1 "
+          f"--drop_path 0 --pool mean")
+PAYS = {
+    "pretrained": (f"--checkpoint tests/models/mae.pt --layer_decay 0.9 {BETTER}",
+                   {1: (3, 10), 0.1: (12, 40), 0.01: (20, 100)}),
+    "not_pretrained": (f"--mode scratch --layer_decay 1 {BETTER}",
+                       {1: (3, 10, 17), 0.1: (12, 40, 114), 0.01: (20, 100, 750)})}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
 PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
@@ -64,6 +72,17 @@ PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tab
 def commands(args, name, seed):
     """Yield (column, command) for everything that an encoder needs. Commands of pretraining, its
     own and that of a teacher, come first; their column is None. {runs} is the runs folder."""
+    if name in PAYS:
+        flags, epochs_for = PAYS[name]
+        for labels, choices in epochs_for.items():
+            batch_size = 32 if labels == 0.01 else 64      # 32: about a tenth of 500 images
+            for epochs in choices:
+                yield f"{labels:.0%}, {epochs} epochs", (
+                    f"python finetune.py {flags} --labels {labels} --batch_size {batch_size} "
+                    f"--epochs {epochs} --warmup_epochs {epochs / 10} --data {args.data} "
+                    f"--seed {seed} --eval_every 1000 --runs {{runs}} "
+                    f"--name {name}_{labels}_{epochs}")
+        return
     source = SOURCES.get(name, f"--checkpoint {{runs}}/{name}/last.pt --pool mean")
     for encoder in re.findall(r"{runs}/(\w+)/", f"{PRETRAINED.get(name)} {source}"):
         epochs = round(args.epochs * LONGER.get(encoder, 1)) if encoder != "untrained" else 0
@@ -429,11 +448,12 @@ def main(argv=None):
     parser = argparse.ArgumentParser("tests.results", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    names, option = list({**PRETRAINED, **SOURCES}), parser.add_argument
+    names, option = [*PRETRAINED, *SOURCES], parser.add_argument
     for name, default in dict(data="cifar10", size="micro", epochs=10).items():
         option(f"--{name}", default=default, type=type(default), help=f"({default})")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
-    option("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    option("--only", nargs="+", choices=[*names, *PAYS], default=names, metavar="NAME",
+           help=f"{', '.join(names)}; also {', '.join(PAYS)} (where pretraining pays)")
     option("--out", type=Path, default=OUT, help=f"({OUT})")
     option("--tables", action="store_true")
     args, args.pretraining = parser.parse_known_args(argv)
