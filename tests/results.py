@@ -57,7 +57,7 @@ TUNED = {  # column: flags of finetune.py
     "100%": f"{FINETUNE} --epochs 3 --warmup_epochs 0.3"}
 # ... and for RECIPE.md, where pretraining pays: encoder: (flags, {fraction of labels: epochs})
 BETTER = (f"{ALIKE} --crop 0.85 --optimizer adamw --lr 2e-3 --weight_decay 0.05 --smoothing 0.1 "
-          f"--drop_path 0 --pool mean")
+          f"--drop_path 0 --pool mean --amp bf16")
 PAYS = {
     "pretrained": (f"--checkpoint tests/models/mae.pt --layer_decay 0.9 {BETTER}",
                    {1: (3, 10), 0.1: (12, 40), 0.01: (20, 100)}),
