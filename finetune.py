@@ -69,7 +69,8 @@ def prepare(args):
     if args.mode != "knn":
         recipe, low_res = RECIPES[args.mode]
         if args.mode == "scratch":                         # wide networks need a lower lr
-            low_res = dict(low_res, lr=low_res["lr"] * SIZES["micro"]["dim"] / config["dim"])
+            width = config["dim"] / SIZES["micro"]["dim"]
+            low_res = dict(low_res, lr=low_res["lr"] / width ** 1.5)   # tests/RECIPE.md
         apply_recipe(args, recipe, low_res, config, len(train.labels))
         config.update(smoothing=args.smoothing, drop_path=args.drop_path)
     args.pairs = args.same_draws = False                   # drop path differs between processes
@@ -345,7 +346,7 @@ AUGMENT = {
     "smoothing": (fraction, "label smoothing")}
 ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256. With --mode scratch, the "
-                         "low_res value is for ViT-micro and falls in proportion to the width"),
+                         "low_res value is for ViT-micro. A wider encoder gets a lower value"),
     "drop_path": (fraction, "drop path rate of the last block"),
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 
