@@ -70,7 +70,7 @@ def prepare(args):
         recipe, low_res = RECIPES[args.mode]
         if args.mode == "scratch":                         # wide networks need a lower lr
             width = config["dim"] / SIZES["micro"]["dim"]
-            low_res = dict(low_res, lr=low_res["lr"] / width ** 1.5)   # tests/RECIPE.md
+            low_res = dict(low_res, lr=low_res["lr"] / width ** 1.5)
         apply_recipe(args, recipe, low_res, config, len(train.labels))
         config.update(smoothing=args.smoothing, drop_path=args.drop_path)
     args.pairs = args.same_draws = False                   # drop path differs between processes

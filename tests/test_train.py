@@ -447,6 +447,8 @@ def dry(monkeypatch, tmp_path):
     ("--size micro --lr 0.32 --decoder_dim 32", 32, dict(lr=0.32, decoder_dim=32)),
     ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--mode scratch", 224, dict(lr=2e-3, randaug=0, layer_decay=1.0)),
+    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode finetune", 32,
+     dict(lr=2e-3, batch_size=64, layer_decay=0.9, crop=0.85, smoothing=0.1)),
     ("--mode scratch --size tiny", 32, dict(lr=2e-3 / 3 ** 1.5, randaug=0)),  # 3 times as wide
     ("--mode scratch --size tiny --blr 0.1", 32, dict(lr=0.1 * 64 / 256)),
     ("--mode scratch --size tiny", 224, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8))])
