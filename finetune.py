@@ -69,8 +69,8 @@ def prepare(args):
     if args.mode != "knn":
         recipe, low_res = RECIPES[args.mode]
         if args.mode == "scratch":                         # wide networks need a lower lr
-            width = config["dim"] / SIZES["micro"]["dim"]
-            low_res = dict(low_res, lr=low_res["lr"] / width ** 1.5)
+            relative_width = config["dim"] / SIZES["micro"]["dim"]
+            low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
         apply_recipe(args, recipe, low_res, config, len(train.labels))
         config.update(smoothing=args.smoothing, drop_path=args.drop_path)
     args.pairs = args.same_draws = False                   # drop path differs between processes
