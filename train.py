@@ -326,9 +326,10 @@ def fill_in(args, defaults):
 
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     """Set the training flags that were not given, from `recipe`. If is_low_res(config), `low_res`
-    overrides it. Three defaults are adapted. The batch size is at most a tenth of n, the number of
-    training images. Fewer --epochs shorten the warmup in proportion. The learning rate is lr_scale
-    (CrossMAE A.6) times lr or, without an lr, times blr * batch_size / 256 (MAE A.1)."""
+    overrides it. Three defaults are adapted. A batch larger than a tenth of the n training
+    images becomes a smaller power of two. Fewer --epochs shorten the warmup in proportion. The
+    learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times
+    blr * batch_size / 256 (MAE A.1)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
@@ -518,7 +519,8 @@ def open_data(name, img_size, args, parts=("train", "val")):
         try:
             sets = [kind("data", train=part == "train", download=True) for part in parts]
         except (OSError, RuntimeError) as error:
-            raise InputError(f"--data {name}: cannot download {kind.url} to data/ ({error})")
+            raise InputError(f"--data {name}: cannot download {kind.url} to data/ ({error}). "
+                             "Without internet, pass a folder of images")
         if args.local_rank == 0 and args.world > 1:
             dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
@@ -1000,7 +1002,7 @@ ENCODER = {
     "img_size": (size_in_pixels, "side or height,width in pixels; default: the checkpoint's, "
                                  "else the images' (if these are files, at most 224)"),
     "patch_size": (size_in_pixels, "side or height,width; default: the checkpoint's, else 16 or, "
-                                   "below 128 pixels, side / 8"),
+                                   "below 128 pixels, side / 8 but at least 4"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
     "depth": (count, "number of encoder blocks; default: set by --size"),
@@ -1008,7 +1010,7 @@ ENCODER = {
 RUN = {
     "runs": (str, "folder for all runs"),
     "name": (str, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: about 50 times in total"),
+    "eval_every": (count, "validate and save every X epochs; default: about 50 times or fewer"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -1016,7 +1018,7 @@ RUN = {
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
     "overwrite": (bool, "replace any existing run of the same name")}
 RECIPE = {
-    "batch_size": (count, "total over processes and --accum pieces; default: at most images / 10"),
+    "batch_size": (count, "total over processes and --accum pieces; fewer if images are few"),
     "optimizer": (("adamw", "adam", "sgd"), "which optimizer to use"),
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
     "blr": (not_negative, "learning rate for a batch of 256"),
@@ -1024,7 +1026,7 @@ RECIPE = {
     "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
-    "warmup_epochs": (not_negative, "epochs of linear warmup; fewer --epochs shorten the default"),
+    "warmup_epochs": (not_negative, "epochs of linear warmup; a short run has fewer by default"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {

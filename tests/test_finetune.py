@@ -267,6 +267,8 @@ def test_few_labels(tune, tmp_path, capsys):
     assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
     scored = [row["epoch"] for row in a["history"] if "top1" in row]
     assert scored == [2, 4, 5]                             # 12 is about two times 7
+    few = tune(*words, "--epochs", "2", "--eval_images", "6", name="few")[0]
+    assert all("top1" in row for row in few["history"])
     tune("--mode", "knn", *words[:2], *words[4:])
     assert "7 neighbours out of 7" in capsys.readouterr().out
 
