@@ -8,7 +8,8 @@ Each result is a line of --out. If it has several lines, all of them count. A se
 randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
 pretraining. With another --out, --tables only prints its tables. Otherwise, it also
-draws .github/recipe.svg, from copies of log.jsonl named tests/recipe_NAME.jsonl.
+fills the table in RECIPE.md and draws .github/recipe.svg, from copies of log.jsonl named
+tests/recipe_NAME.jsonl.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from statistics import mean, stdev
 
 import torch
 
+from finetune import Classifier
 from tests.bench import count_flops
 from train import METHODS
 from vit import SIZES
@@ -234,7 +236,7 @@ def read_numbers(path):
 
 def precision(column):
     """Return the number of decimals to print, and the floor that a mean difference must exceed."""
-    if column in TOP1:
+    if column.split(",")[0] in TOP1:
         return 1, 0.5                                      # points of accuracy
     return (3, 0.005) if re.match("alpha|block sum", column) else (2, 0.02)    # R^2, attention; dB
 
@@ -259,6 +261,15 @@ def cost(encoder, size):
         return ""
     ratio = LONGER.get(encoder, 1) * multiply_adds(encoder, size) / multiply_adds("mae", size)
     return f"{ratio:.2f}" + f" ({ratio + 1:.2f})" * ("teacher" in PRETRAINED[encoder][1])
+
+
+@functools.cache
+def pretraining_cost():
+    """Return the multiply-adds of pretraining mae.pt for 10 epochs, in epochs with labels."""
+    model = Classifier(32, 4, 3, **SIZES["micro"], classes=10)
+    one, two = (count_flops(lambda: model(torch.zeros(B, 3, 32, 32), torch.zeros(B).long())[0]
+                            .backward()) / 2 for B in (1, 2))
+    return 10 * multiply_adds("mae", "micro") / (two - one)
 
 
 def markdown(heads, rows):
@@ -293,6 +304,20 @@ def compared(every):
                     text = numbers.cell("mae", column).split(" ")[0]
                 # MINR's features are longer, so its accuracy cannot be compared
                 row.append("" if (encoder, column) == ("ginr", "100%") else text)
+    return markdown(heads, rows)
+
+
+def pays_table(numbers):
+    """Return RECIPE.md's table: accuracies and their costs, from scratch and after pretraining."""
+    heads = ["labels", "epochs", "from scratch: cost", "accuracy, %", "after pretraining: cost",
+             "accuracy, %"]
+    rows = []
+    for labels, choices in PAYS["not_pretrained"][1].items():
+        for epochs in choices:
+            rows.append([f"{labels:.0%}", f"{epochs}"])
+            for name, before in (("not_pretrained", 0), ("pretrained", pretraining_cost())):
+                cell = numbers.cell(name, f"{labels:.0%}, {epochs} epochs")
+                rows[-1] += [f"{before + labels * epochs:.1f}" if cell else "", cell]
     return markdown(heads, rows)
 
 
@@ -366,7 +391,7 @@ def panel(title, x_name, y_name, series, shift=0):
     for y in y_ticks:
         lines += [f'<path class="grid" d="M{LEFT} {y_of(y):.1f}H{RIGHT}"/>',
                   text(LEFT - 8, y_of(y) + 4.5, f"{y:g}", "end")]
-    taken, ends = [], []                                   # boxes of dots, then also of labels
+    taken, ends = [], []                                   # boxes: dots, points of lines, labels
     for kind, label, points, center in series:
         places = [(x_of(x), y_of(y), 3) for x, y in points]
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y, _ in places)
@@ -374,6 +399,9 @@ def panel(title, x_name, y_name, series, shift=0):
             places.append((x_of(center[0]), y_of(center[1]), 7))
         else:
             lines.append(f'<polyline class="{kind}" points="{path}"/>')
+            for (x, y, _), (u, v, _) in itertools.pairwise(places):
+                between = [(x + t * (u - x), y + t * (v - y)) for t in (0.1, 0.3, 0.5, 0.7, 0.9)]
+                taken += [(*point, *point) for point in between]       # no label on the line
         lines += [f'<circle class="{kind}{" dot" * (r == 3)}" cx="{x:.2f}" cy="{y:.2f}" r="{r}"/>'
                   for x, y, r in places]
         taken += [(x - r - 3, y - r - 2, x + r + 3, y + r + 2) for x, y, r in places]
@@ -395,6 +423,16 @@ def dots_of(numbers):
         if points:
             center = [mean(numbers.values(encoder, column)) for column in (PIXELS, "20-NN")]
             yield encoder, NAMES[encoder], points, center
+
+
+def pays_curves(numbers, labels):
+    """Return the series of a panel: for this fraction of the labels, mean accuracy against cost."""
+    for name, kind, label, before in (
+            ("pretrained", "mae", "after pretraining", pretraining_cost()),
+            ("not_pretrained", "crossmae", "from scratch", 0)):
+        points = [(before + labels * epochs, numbers.values(name, f"{labels:.0%}, {epochs} epochs"))
+                  for epochs in reversed(PAYS[name][1][labels])]    # labels are where lines begin
+        yield kind, label, [(x, mean(values)) for x, values in points if values], None
 
 
 RECIPE = {  # column of the logs: title of a panel, names of its axes
@@ -428,12 +466,18 @@ def fill(path, parts):
 
 
 def write_tables(folder):
-    """Write the tables for which RESULTS.md has marks, the README's table, and the pictures."""
+    """Write the tables for which RESULTS.md has marks, README's, RECIPE.md's, and the pictures."""
     pictures, text = folder.parent / ".github", (folder / "RESULTS.md").read_text("utf-8")
     every = [numbers for numbers in read_numbers(folder / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
     fill(folder / "RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
     fill(folder.parent / "README.md", {"results": compared(every)})
+    micro = next(numbers for numbers in every if numbers.size == "micro")
+    fill(folder / "RECIPE.md", {"pays": pays_table(micro)})
+    draw(pictures / "pays.svg", [
+        panel(f"ViT-micro, CIFAR-10, {labels:.0%} of the labels", "cost: multiply-adds, in epochs "
+              "with all labels", "test accuracy, %", [*pays_curves(micro, labels)], shift=i * WIDTH)
+        for i, labels in enumerate(PAYS["pretrained"][1])])
     draw(pictures / "results.svg", [
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
               "20-NN accuracy, % (up is better)", [*dots_of(numbers)], shift=i * WIDTH)

@@ -118,11 +118,21 @@ def test_curves():
     assert all(f">{name}</text>" in svg for _, name, _, _ in curves)
 
 
+def test_where_pretraining_pays():
+    """pays.svg has a dot for each accuracy in RECIPE.md's table. RESULTS.md says what pretraining
+    costs."""
+    svg = (ROOT / ".github/pays.svg").read_text(encoding="utf-8")
+    assert svg.count("<circle") == (ROOT / "tests/RECIPE.md").read_text("utf-8").count(" ± ") == 15
+    text = (ROOT / "tests/RESULTS.md").read_text(encoding="utf-8")
+    assert f"as many multiply-adds as {results.pretraining_cost():.1f} of these epochs" in text
+
+
 def test_tables_are_up_to_date(tmp_path):
-    for name in ("README.md", "tests/RESULTS.md", "tests/results.jsonl"):
+    for name in ("README.md", "tests/RESULTS.md", "tests/RECIPE.md", "tests/results.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".github").mkdir()
     results.write_tables(tmp_path / "tests")
-    assert (tmp_path / "tests/RESULTS.md").read_bytes() == (ROOT / "tests/RESULTS.md").read_bytes()
+    for name in ("README.md", "tests/RESULTS.md", "tests/RECIPE.md"):
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
     assert "<svg" in (tmp_path / ".github/results.svg").read_text()
