@@ -27,8 +27,8 @@ def finetune(args):
     """Run --mode finetune, scratch or linear, and return the last row of the log."""
     model, config, train, val, img_size, saved = prepare(args)
     if args.eval_every is None:                            # few labels: validate less often
-        n = len(val.labels[:args.eval_images])
-        args.eval_every = max(1, args.epochs // 50, round(n / len(train.labels)))
+        n_val = len(val.labels[:args.eval_images])
+        args.eval_every = max(1, args.epochs // 50, round(n_val / len(train.labels)))
     make_inputs = augmentation(train, model, img_size, args)
     groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
 

@@ -327,8 +327,8 @@ def fill_in(args, defaults):
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     """Set the training flags that were not given, from `recipe`. If is_low_res(config), `low_res`
     overrides it. Three defaults are adapted. A batch larger than a tenth of the n training
-    images becomes a smaller power of two. Fewer --epochs shorten the warmup in proportion. The
-    learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times
+    images becomes the largest power of two below. Fewer --epochs shorten the warmup in proportion.
+    The learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times
     blr * batch_size / 256 (MAE A.1)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
@@ -1010,7 +1010,7 @@ ENCODER = {
 RUN = {
     "runs": (str, "folder for all runs"),
     "name": (str, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: about 50 times or fewer"),
+    "eval_every": (count, "validate and save every X epochs; default: at most about 50 times"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -1018,7 +1018,7 @@ RUN = {
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
     "overwrite": (bool, "replace any existing run of the same name")}
 RECIPE = {
-    "batch_size": (count, "total over processes and --accum pieces; fewer if images are few"),
+    "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (("adamw", "adam", "sgd"), "which optimizer to use"),
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
     "blr": (not_negative, "learning rate for a batch of 256"),
@@ -1026,7 +1026,7 @@ RECIPE = {
     "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
-    "warmup_epochs": (not_negative, "epochs of linear warmup; a short run has fewer by default"),
+    "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {

@@ -7,9 +7,9 @@
 Each result is a line of --out. If it has several lines, all of them count. A seed controls all
 randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
-pretraining. With another --out, --tables only prints its tables. Otherwise, it also
-fills the table in RECIPE.md and draws .github/recipe.svg, from copies of log.jsonl named
-tests/recipe_NAME.jsonl.
+pretraining. With another --out, --tables only prints its tables. Otherwise, it
+writes the tables in README.md, RESULTS.md and RECIPE.md, and draws results.svg, pays.svg and, from
+copies of log.jsonl named tests/recipe_NAME.jsonl, recipe.svg.
 """
 
 import argparse
@@ -65,6 +65,7 @@ PAYS = {
                    {1: (3, 10), 0.1: (12, 40), 0.01: (20, 100)}),
     "not_pretrained": (f"--mode scratch --layer_decay 1 {BETTER}",
                        {1: (3, 10, 17), 0.1: (12, 40, 114), 0.01: (20, 100, 750)})}
+STARTS = {"not_pretrained": "from scratch", "pretrained": "after pretraining"}
 MASKS = "--mask_ratios 0.5 0.75 0.9 --masks random grid block"
 PRINTED = re.compile(  # the numbers from --eval and tests.analyses that the tables need
     r"random 0\.750 psnr_masked|(random 0\.\d+|(grid|block) 0\.750) psnr_decoded|"
@@ -265,11 +266,11 @@ def cost(encoder, size):
 
 @functools.cache
 def pretraining_cost():
-    """Return the multiply-adds of pretraining mae.pt for 10 epochs, in epochs with labels."""
+    """Return the multiply-adds of pretraining mae.pt for 10 epochs, in epochs with all labels."""
     model = Classifier(32, 4, 3, **SIZES["micro"], classes=10)
-    one, two = (count_flops(lambda: model(torch.zeros(B, 3, 32, 32), torch.zeros(B).long())[0]
-                            .backward()) / 2 for B in (1, 2))
-    return 10 * multiply_adds("mae", "micro") / (two - one)
+    image, label = torch.zeros(1, 3, 32, 32), torch.zeros(1).long()
+    return 10 * multiply_adds("mae", "micro") / (
+        count_flops(lambda: model(image, label)[0].backward()) / 2)
 
 
 def markdown(heads, rows):
@@ -307,18 +308,22 @@ def compared(every):
     return markdown(heads, rows)
 
 
+def runs_by_cost(numbers, labels):
+    """Return (cost, epochs, name in PAYS, column) of all runs with this fraction of the labels. The
+    cost is in epochs with all labels."""
+    before = {"not_pretrained": 0, "pretrained": pretraining_cost()}
+    runs = [(before[name] + labels * epochs, epochs, name, f"{labels:.0%}, {epochs} epochs")
+            for name in PAYS for epochs in PAYS[name][1][labels]]
+    return sorted(run for run in runs if numbers.values(*run[2:]))
+
+
 def pays_table(numbers):
-    """Return RECIPE.md's table: accuracies and their costs, from scratch and after pretraining."""
-    heads = ["labels", "epochs", "from scratch: cost", "accuracy, %", "after pretraining: cost",
-             "accuracy, %"]
-    rows = []
-    for labels, choices in PAYS["not_pretrained"][1].items():
-        for epochs in choices:
-            rows.append([f"{labels:.0%}", f"{epochs}"])
-            for name, before in (("not_pretrained", 0), ("pretrained", pretraining_cost())):
-                cell = numbers.cell(name, f"{labels:.0%}, {epochs} epochs")
-                rows[-1] += [f"{before + labels * epochs:.1f}" if cell else "", cell]
-    return markdown(heads, rows)
+    """Return RECIPE.md's table of accuracies and their costs; "" if there are none."""
+    rows = [[f"{labels:.0%}", STARTS[name], f"{epochs}", f"{cost:.1f}", numbers.cell(name, column)]
+            for labels in PAYS["pretrained"][1]
+            for cost, epochs, name, column in runs_by_cost(numbers, labels)]
+    heads = ["labels", "training", "epochs", "cost", "accuracy, %"]
+    return markdown(heads, rows) if rows else ""
 
 
 def tables(numbers):
@@ -375,7 +380,8 @@ def place(label, x, y, taken):
 
 def panel(title, x_name, y_name, series, shift=0):
     """Return a panel as SVG. Each series is (class, label, points, center). Each point gets a small
-    dot. The center gets a large one; if it is None, a line joins the points."""
+    dot. The center gets a large one; if it is None, a line joins the points. The label is near the
+    center or the last point."""
     def text(x, y, words, anchor="middle", more=""):
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{words}</text>'
 
@@ -400,7 +406,7 @@ def panel(title, x_name, y_name, series, shift=0):
         else:
             lines.append(f'<polyline class="{kind}" points="{path}"/>')
             for (x, y, _), (u, v, _) in itertools.pairwise(places):
-                between = [(x + t * (u - x), y + t * (v - y)) for t in (0.1, 0.3, 0.5, 0.7, 0.9)]
+                between = [(x + i / 50 * (u - x), y + i / 50 * (v - y)) for i in range(50)]
                 taken += [(*point, *point) for point in between]       # no label on the line
         lines += [f'<circle class="{kind}{" dot" * (r == 3)}" cx="{x:.2f}" cy="{y:.2f}" r="{r}"/>'
                   for x, y, r in places]
@@ -427,12 +433,11 @@ def dots_of(numbers):
 
 def pays_curves(numbers, labels):
     """Return the series of a panel: for this fraction of the labels, mean accuracy against cost."""
-    for name, kind, label, before in (
-            ("pretrained", "mae", "after pretraining", pretraining_cost()),
-            ("not_pretrained", "crossmae", "from scratch", 0)):
-        points = [(before + labels * epochs, numbers.values(name, f"{labels:.0%}, {epochs} epochs"))
-                  for epochs in reversed(PAYS[name][1][labels])]    # labels are where lines begin
-        yield kind, label, [(x, mean(values)) for x, values in points if values], None
+    runs = runs_by_cost(numbers, labels)[::-1]             # panel names a line at its last point
+    for name, kind in (("pretrained", "mae"), ("not_pretrained", "crossmae")):
+        points = [(cost, mean(numbers.values(name, column)))
+                  for cost, _, other, column in runs if other == name]
+        yield kind, STARTS[name], points, None
 
 
 RECIPE = {  # column of the logs: title of a panel, names of its axes
@@ -460,13 +465,14 @@ def fill(path, parts):
     """Write each part between its marks, <!-- name --> and <!-- /name -->."""
     text = path.read_text(encoding="utf-8")
     for name, part in parts.items():
-        text = re.sub(rf"(<!-- {name} -->\n).*(<!-- /{name} -->)",
-                      lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
+        text, n = re.subn(rf"(<!-- {name} -->\n).*(<!-- /{name} -->)",
+                          lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
+        assert n == 1, f"{path} lacks <!-- {name} --> or <!-- /{name} -->"
     path.write_text(text, encoding="utf-8")
 
 
 def write_tables(folder):
-    """Write the tables for which RESULTS.md has marks, README's, RECIPE.md's, and the pictures."""
+    """Write the tables between marks in README.md, RESULTS.md and RECIPE.md, and the pictures."""
     pictures, text = folder.parent / ".github", (folder / "RESULTS.md").read_text("utf-8")
     every = [numbers for numbers in read_numbers(folder / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
@@ -501,10 +507,13 @@ def main(argv=None):
     option("--out", type=Path, default=OUT, help=f"({OUT})")
     option("--tables", action="store_true")
     args, args.pretraining = parser.parse_known_args(argv)
+    if args.size != "micro" and set(args.only) & set(PAYS):
+        parser.error(f"--size {args.size}: {' and '.join(PAYS)} are for micro, the size of mae.pt")
     if args.tables and args.out == OUT:
         write_tables(OUT.parent)
     elif args.tables:
-        print(*map(tables, read_numbers(args.out)), sep="\n")
+        for numbers in read_numbers(args.out):
+            print(tables(numbers), pays_table(numbers), sep="\n")
     else:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.touch()
