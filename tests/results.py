@@ -7,9 +7,9 @@
 Each result is a line of --out. If it has several lines, all of them count. A seed controls all
 randomness: pretraining, the teacher, the label subset and fine-tuning. Several commands can run at
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
-pretraining. With another --out, --tables only prints its tables. Otherwise, it
-writes the tables in README.md, RESULTS.md and RECIPE.md, and draws results.svg, pays.svg and, from
-copies of log.jsonl named tests/recipe_NAME.jsonl, recipe.svg.
+pretraining. With another --out, --tables only prints its tables. Otherwise, it writes the tables in
+README.md, RESULTS.md and RECIPE.md. It also draws results.svg, pays.svg and, from copies of
+log.jsonl named tests/recipe_NAME.jsonl, recipe.svg.
 """
 
 import argparse
@@ -269,8 +269,8 @@ def pretraining_cost():
     """Return the multiply-adds of pretraining mae.pt for 10 epochs, in epochs with all labels."""
     model = Classifier(32, 4, 3, **SIZES["micro"], classes=10)
     image, label = torch.zeros(1, 3, 32, 32), torch.zeros(1).long()
-    return 10 * multiply_adds("mae", "micro") / (
-        count_flops(lambda: model(image, label)[0].backward()) / 2)
+    step = count_flops(lambda: model(image, label)[0].backward()) / 2
+    return 10 * multiply_adds("mae", "micro") / step
 
 
 def markdown(heads, rows):
