@@ -1010,7 +1010,7 @@ ENCODER = {
 RUN = {
     "runs": (str, "folder for all runs"),
     "name": (str, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: at most about 50 times"),
+    "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
