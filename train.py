@@ -326,10 +326,10 @@ def fill_in(args, defaults):
 
 def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
     """Set the training flags that were not given, from `recipe`. If is_low_res(config), `low_res`
-    overrides it. Three defaults are adapted. A batch larger than a tenth of the n training
-    images becomes the largest power of two below. Fewer --epochs shorten the warmup in proportion.
-    The learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times
-    blr * batch_size / 256 (MAE A.1)."""
+    overrides it. Three defaults are adapted. A batch larger than a tenth of the n training images
+    becomes the largest power of two below. Fewer --epochs shorten the warmup in proportion. The
+    learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times blr * batch_size /
+    256 (MAE A.1)."""
     recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
     lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
     if args.batch_size is None and recipe["batch_size"] > n / 10:
