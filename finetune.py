@@ -6,7 +6,7 @@ opens the data, builds a Classifier and hands both to train.fit. train.py handle
 
 The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
 probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
-released code. The end of this file lists the differences. For i-MAE, see tests/FLAGS.md.
+released code. The end of this file lists the differences. For i-MAE, see tests/docs/FLAGS.md.
 """
 
 import torch
@@ -255,7 +255,7 @@ LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, for micro
-LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/RECIPE.md
+LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
     "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 9

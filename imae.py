@@ -42,7 +42,7 @@ class IMAE(nn.Module):
             as in the release; 0 without)
     """
 
-    recipe = dict(  # Table 1 for ImageNet (item 8); for CIFAR and Tiny-ImageNet see tests/FLAGS.md
+    recipe = dict(  # Table 1 for ImageNet (item 8); CIFAR, Tiny-ImageNet: see tests/docs/FLAGS.md
         optimizer="adamw", blr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own settings for images of up to 64 pixels, or encoders no wider than micro. As on CIFAR

@@ -79,8 +79,8 @@ class MINR(nn.Module):
 
     recipe = dict(  # the release's for Imagenette, as our summary gives no recipe. `crop` replaces
         # the release's random crop of 182 pixels; on Imagenette, it does not resize. For other
-        # data see tests/FLAGS.md. The release divides TransINR's learning rate by 10 after 80% of
-        # the epochs (not implemented)
+        # data see tests/docs/FLAGS.md. The release divides TransINR's learning rate by 10 after
+        # 80% of the epochs (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
     # our own settings for images of up to 64 pixels, or encoders no wider than micro

@@ -9,7 +9,7 @@ Each step is seeded from (seed, epoch, step). Each process draws random numbers 
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
 (seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
 
-A method is a class like those in METHODS. tests/FORKS.md lists what it must have.
+A method is a class like those in METHODS. tests/docs/FORKS.md lists what it must have.
 """
 
 import argparse
@@ -525,10 +525,10 @@ def open_data(name, img_size, args, parts=("train", "val")):
             dist.barrier()
         datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
                     for s in sets]
-    elif name.endswith(".pt"):                             # your own tensors, see tests/FORKS.md
+    elif name.endswith(".pt"):                             # your own tensors: tests/docs/FORKS.md
         content = torch.load(name, weights_only=True)
         require(isinstance(content, dict) and {*parts} <= {*content},
-                f"--data {name} must be a dict with train and val (tests/FORKS.md)")
+                f"--data {name} must be a dict with train and val (tests/docs/FORKS.md)")
         datasets = [ImageDataset(*content[part]) for part in parts]
         require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
                 f"--data {name}: images must be uint8 (N,C,H,W)")

@@ -28,7 +28,7 @@ from vit import denormalize, normalize, patchify
 PATCHES = dict(all=range(16), visible=(2, 5, 11, 12), some=(0, 7, 9, 14),
                masked=(0, 1, 3, 4, 6, 7, 8, 9, 10, 13, 14, 15))
 SIDE, MID, WORDS = 64, 32, 87          # an image's side and centre; y of the words below the images
-MARKS = Path(__file__).with_suffix(".svg").read_text(encoding="utf-8")
+MARKS = (Path(__file__).parent / "lib/diagrams.svg").read_text(encoding="utf-8")
 MARKS = MARKS.split("\n", 1)[1].removesuffix("</svg>\n")
 KEY = dict(hills="visible patch", house="visible, second image", blend="blended patch",
            masked="masked patch", zero="masked pixels set to 0", o="not in the loss",

@@ -7,7 +7,7 @@
     python -m tests.exercise --handout FOLDER NAMES    # a copy for students, without those bodies
 
 A check calls your function on tiny inputs and compares its results and gradients with those of a
-plain-loop reference (tests/references.py). During a check, references also replace all other
+plain-loop reference (tests/lib/references.py). During a check, references also replace all other
 exercise functions, so you can check one function while others are missing or wrong. Ties, speed and
 errors for invalid arguments are not checked.
 """
@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.references import EXERCISES, Different
+from tests.lib.references import EXERCISES, Different
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
@@ -316,7 +316,7 @@ def handout(folder, names):
     git("archive", "HEAD", "-o", str(archive.absolute()))
     shutil.unpack_archive(archive, folder)
     archive.unlink()
-    for file in {*folder.glob("tests/test_*.py")} - {folder / "tests/test_golden.py"}:
+    for file in {*folder.glob("tests/unit/test_*.py")} - {folder / "tests/unit/test_golden.py"}:
         file.unlink()                                      # some also have solutions
     readme = folder / "README.md"
     text = re.sub(r"(?s)<img[^>]*hero\.svg.*?It needs no", "A *masked autoencoder* needs no",
@@ -329,8 +329,8 @@ def handout(folder, names):
     page = ["# Tasks", "The body of each function below has been removed. Its docstring (or its "
             "class's), the paper and the list at the end of the file (where paper and release "
             "differ) tell you what it must do. The checks compare your results with plain-loop "
-            "references in `tests/references.py`; try not to look at those. Ties, speed and errors "
-            "for invalid arguments are not checked.",
+            "references in `tests/lib/references.py`; try not to look at those. Ties, speed and "
+            "errors for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
             "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
             "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`",

@@ -9,7 +9,7 @@ randomness: pretraining, the teacher, the label subset and fine-tuning. Several 
 once, each with its own --seeds or --only, and --out. Flags that are not listed below go to
 pretraining. With another --out, --tables only prints its tables. Otherwise, it writes the tables in
 README.md, RESULTS.md and RECIPE.md. It also draws results.svg, pays.svg and, from copies of
-log.jsonl named tests/recipe_NAME.jsonl, recipe.svg.
+log.jsonl named tests/logs/recipe_NAME.jsonl, recipe.svg.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tests.bench import count_flops
 from train import METHODS
 from vit import SIZES
 
-OUT = Path("tests/results.jsonl")
+OUT = Path("tests/logs/results.jsonl")
 THIRD, TEACHER = {"prediction_ratio": 0.25}, {"teacher": "{runs}/mae/last.pt"}
 PRETRAINED = {  # encoder: --method and more flags of train.py; "untrained" gets 0 epochs
     "untrained": ("mae", {}), "mae": ("mae", {}), "mae_4": ("mae", {"decoder_depth": 4}),
@@ -473,13 +473,13 @@ def fill(path, parts):
 
 def write_tables(folder):
     """Write the tables between marks in README.md, RESULTS.md and RECIPE.md, and the pictures."""
-    pictures, text = folder.parent / ".github", (folder / "RESULTS.md").read_text("utf-8")
-    every = [numbers for numbers in read_numbers(folder / OUT.name)
+    pictures, text = folder.parent / ".github", (folder / "docs/RESULTS.md").read_text("utf-8")
+    every = [numbers for numbers in read_numbers(folder / "logs" / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
-    fill(folder / "RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
+    fill(folder / "docs/RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
     fill(folder.parent / "README.md", {"results": compared(every)})
     micro = next(numbers for numbers in every if numbers.size == "micro")
-    fill(folder / "RECIPE.md", {"pays": pays_table(micro)})
+    fill(folder / "docs/RECIPE.md", {"pays": pays_table(micro)})
     draw(pictures / "pays.svg", [
         panel(f"ViT-micro, CIFAR-10, {labels:.0%} of the labels", "cost: multiply-adds, in epochs "
               "with all labels", "test accuracy, %", [*pays_curves(micro, labels)], shift=i * WIDTH)
@@ -488,7 +488,7 @@ def write_tables(folder):
         panel(numbers.title, "PSNR of masked pixels, dB (right is better)",
               "20-NN accuracy, % (up is better)", [*dots_of(numbers)], shift=i * WIDTH)
         for i, numbers in enumerate(every)])
-    curves = {column: [*curves_of(folder, column)] for column in RECIPE}
+    curves = {column: [*curves_of(folder / "logs", column)] for column in RECIPE}
     measured = [column for column in RECIPE if curves[column]]
     draw(pictures / "recipe.svg", [panel(*RECIPE[column], curves[column], shift=i * WIDTH)
                                    for i, column in enumerate(measured)])
@@ -510,7 +510,7 @@ def main(argv=None):
     if args.size != "micro" and set(args.only) & set(PAYS):
         parser.error(f"--size {args.size}: {' and '.join(PAYS)} are for micro, the size of mae.pt")
     if args.tables and args.out == OUT:
-        write_tables(OUT.parent)
+        write_tables(OUT.parent.parent)
     elif args.tables:
         for numbers in read_numbers(args.out):
             print(tables(numbers), pays_table(numbers), sep="\n")

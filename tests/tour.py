@@ -31,7 +31,7 @@ import torchvision
 
 import train
 from tests import diagrams
-from tests.trace import flatten, statements, tensors, trace
+from tests.lib.trace import flatten, statements, tensors, trace
 from train import METHODS, center_crop, load_model, read_image
 from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
 
@@ -430,7 +430,8 @@ def page(text, about, known, strip, call, model, more=""):
             parts.append(f"<p>{escape(part)}</p>")
     files = sorted({inner.path for inner in flatten([call])})
     spans = "".join(f"<span><b>{k}</b> = {n}</span>" for k, n in known.items())
-    return Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).substitute(
+    page = (Path(__file__).parent / "lib/tour.html").read_text(encoding="utf-8")
+    return Template(page).substitute(
         title=escape(title), diagram=diagram, idea="".join(parts), strip=strip, legend=legend,
         letters=spans, about=escape(about), paper=paper, lines=lines,
         items="".join(map(items_of, files)))

@@ -1,0 +1,107 @@
+"""What CrossMAE is about: patches that do not depend on one another, and mixed feature maps."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from crossmae import CrossBlock
+from tests.unit.test_methods import build, images_and_noise
+from vit import mask_noise
+
+
+def ids_of(model, images, noise):
+    """Return ids_keep, ids_mask and the patches that the loss compares."""
+    ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
+    with patch.object(model.encoder, "targets", wraps=model.encoder.targets) as targets:
+        model(images, noise)
+    return ids_keep, ids_mask, targets.call_args[0][1]
+
+
+@pytest.mark.parametrize("side, mask_ratio, prediction_ratio, visible, predicted", [
+    (4, 0.75, 0.75, 4, 12), (14, 0.75, 0.25, 49, 49), (6, 0.6, 0.1, 14, 4), (14, 0.9, 0.3, 19, 60),
+    (8, 0.75, 0.15, 16, 10), (8, 0.5, 0.001, 32, 1)])      # 10, not 9, as in the release
+def test_counts(side, mask_ratio, prediction_ratio, visible, predicted):
+    """The numbers of visible and of skipped patches are rounded down. All other patches are
+    predicted, each once."""
+    model = build("crossmae", img_size=side, patch_size=1, mask_ratio=mask_ratio,
+                  prediction_ratio=prediction_ratio)
+    ids_keep, ids_mask, ids = ids_of(model, torch.zeros(2, 3, side, side), torch.rand(2, side ** 2))
+    assert (ids_keep.shape[1], ids.shape[1]) == (visible, predicted)
+    assert model.lr_scale == prediction_ratio / mask_ratio
+    for chosen, masked in zip(ids.tolist(), ids_mask.tolist()):
+        assert {*chosen} <= {*masked} and len({*chosen}) == predicted
+
+
+def test_a_prediction_does_not_depend_on_the_others():
+    images, noise = images_and_noise()
+    for self_attention in (False, True):
+        model = build("crossmae", self_attention=self_attention)
+        ids_keep, ids_mask, _ = ids_of(model, images, noise)
+        features = model.encode(images, ids_keep)
+        whole = model.decode(features, ids_mask)
+        few = model.decode(features, ids_mask[:, 3:7])
+        assert torch.allclose(few, whole[:, 3:7], atol=1e-5) != self_attention
+
+
+def test_partial_loss_is_unbiased():
+    """The mean partial loss over draws that predict each masked patch equally often is the full
+    loss (Sec. 3.3). Reconstruction always predicts all masked patches (Figure 2)."""
+    model, (images, noise) = build("crossmae", prediction_ratio=0.25), images_and_noise()
+    full = build("crossmae")
+    full.load_state_dict(model.state_dict())
+    mask = model.encoder.mask(images, noise, 0.75)[2]
+    losses = []
+    for turn in range(18):                                 # each patch is predicted equally often
+        rank = ((mask.cumsum(1) + turn) % 18) / 18 * mask
+        losses.append(model(images, mask + rank)[0])
+    assert torch.allclose(torch.stack(losses).mean(), full(images, noise)[0], atol=1e-5)
+    assert torch.stack(losses).std() > 1e-3
+    for ratio in (None, 0.5):
+        a, b = (m.reconstruct(images, noise, ratio)[0] for m in (model, full))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["random", "grid"])
+def test_predicted_patches_are_a_uniform_choice(kind):
+    """Every masked patch is as likely to be predicted as any other."""
+    model, L, B = build("crossmae", img_size=8, patch_size=1, prediction_ratio=0.25), 64, 3000
+    noise = mask_noise(kind, B, (8, 8), generator=torch.Generator().manual_seed(0))
+    _, ids_mask, ids = ids_of(model, torch.zeros(B, 3, 8, 8), noise)
+    predicted = torch.zeros(B, L).scatter(1, ids, 1).sum(0)
+    masked = torch.zeros(B, L).scatter(1, ids_mask, 1).sum(0)
+    fraction = predicted[masked > 0] / masked[masked > 0]
+    assert (fraction - 1 / 3).abs().max() < 0.05
+
+
+def test_a_block_with_self_attention():
+    """Queries attend to one another first, then to the encoder's tokens (A.4)."""
+    torch.manual_seed(0)
+    block, y = CrossBlock(12, 6, 2, True), torch.randn(2, 4, 6)
+    x = torch.randn(2, 3, 12, requires_grad=True)
+    wanted = x + block.self_attn(block.norm0(x))
+    wanted = wanted + block.cross_attn(block.norm1(wanted), y)
+    wanted = wanted + block.mlp(block.norm2(wanted))
+    results = block(x, y), wanted
+    assert torch.allclose(*results, atol=1e-6)
+    grads = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
+    assert torch.allclose(*grads, atol=1e-5)
+
+
+@pytest.mark.parametrize("options, used", [                # indices of feature maps, 0: the input
+    ({}, [0, 1, 2, 3]), (dict(include_input=False), [1, 2, 3]),
+    (dict(feature_maps=(2, 0), project_maps=True), [0, 1, 3]),
+    (dict(softmax_weights=True), [0, 1, 2, 3]),
+    (dict(feature_maps=(2,), include_input=False), [3])])
+def test_mixed_maps(options, used):
+    """The options choose which maps are mixed. (tests/lib/references.py checks how.)"""
+    assert [*build("crossmae", depth=3, **options).map_ids] == used
+
+
+@pytest.mark.parametrize("options, n", [
+    (dict(depth=1), 2), (dict(depth=3), 4), (dict(depth=3, include_input=False), 3)])
+def test_initial_weights_are_those_of_the_paper(options, n):
+    """Mixing weights are drawn from N(0, 1/n), where n is the number of maps (Sec. 3.4)."""
+    W = build("crossmae", decoder_depth=150, **options).map_weights()
+    assert W.shape == (150, n)
+    assert abs(W.std() * n ** 0.5 - 1) < 0.1 and abs(W.mean()) < 0.1

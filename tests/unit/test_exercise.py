@@ -1,0 +1,234 @@
+"""The exercises: a check accepts right solutions however they are written, and says what is wrong
+with others. Removed bodies come back. A handout leaves out this file, which has solutions."""
+
+import inspect
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import exercise
+from tests.exercise import EXERCISES, ROOT, check, find, main
+
+SOLUTIONS = {  # name: a right body, [(text in it, other text, part of the message or "" if right)]
+    "vit.patchify": ("""
+p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
+h, w = images.shape[2] // p, images.shape[3] // q
+squares = [images[:, :, p * i:p * i + p, q * j:q * j + q] for i in range(h) for j in range(w)]
+return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""", [
+        ("for i in range(h) for j in range(w)", "for j in range(w) for i in range(h)", "by row"),
+        ("dim=1", "dim=0", "expected shape (2, 6, 12), yours (6, 2, 12)"),
+        ("squares =", "images.add_(1)\nsquares =", "its argument images in place"),
+        ("squares =", "images = images.double()\nsquares =", "yours torch.float64")]),
+    "vit.masking": ("""
+K = visible_count(noise.shape[1], mask_ratio)
+order = noise.argsort(dim=1)
+mask = (order.argsort(dim=1) >= K).float()
+return order[:, :K], order[:, K:], mask""", [
+        (".float()", "", "yours torch.bool"),
+        ("noise.argsort(dim=1)", "noise.topk(len(noise[0]), largest=False).indices", "")]),
+    "imae.IMAE.mix_images": ("""
+a = torch.as_tensor(alpha) * torch.ones(len(images))
+mixed = torch.einsum("b,bchw->bchw", a, images - partners) + partners
+small = torch.stack([x if w <= 0.5 else y for x, y, w in zip(images, partners, a)])
+return mixed, (small, images + partners - small)""", [
+        ("(small, images + partners - small)", "[small, images + partners - small]", "")]),
+    "hypermae.fourier_features": ("""
+f = [sigma ** (k / (dim // 2 - 1)) for k in range(dim // 2)]
+f = torch.tensor(f).double()
+phases = torch.cat([coords[..., :1].double() * f, coords[..., 1:].double() * f], dim=-1)
+phases = math.pi * phases
+return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)""", [
+        ("math.pi * phases", "(math.pi * phases).to(coords.dtype)", "0, feature 2: expected"),
+        (".double()", ".float()", "")]),
+    "mae.MAE.add_mask_tokens": ("""
+ids = torch.cat([torch.zeros(len(latent), 1).long(), ids_keep + 1, ids_mask + 1], dim=1)
+masked = self.mask_token.repeat(len(latent), ids_mask.shape[1], 1)
+pos = torch.stack([self.decoder_pos_embed[0][i] for i in ids])
+return torch.cat([self.decoder_embed(latent), masked], dim=1) + pos""", [
+        ("self.decoder_embed(latent)", "self.decoder_embed(latent).detach()",
+         "gradient of decoder_embed"),
+        ("self.decoder_embed(latent)", "self.decoder_embed(latent.detach())", "argument latent")]),
+    "mae.MAE.forward": ("""
+L = self.encoder.num_patches
+noise = torch.rand(len(images), L) if noise is None else noise
+ids_keep, ids_mask, mask = self.encoder.mask(images, noise, self.mask_ratio)
+ids = torch.cat([ids_keep, ids_mask], dim=1)
+pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, L)
+target = self.encoder.targets(images, ids, self.norm_pix_loss)
+error = ((pred - target) ** 2).mean(dim=2)
+loss = (error * mask.gather(1, ids)).sum() / mask.sum()
+return loss, {"loss": loss.detach()}""", [
+        ("torch.rand(len(images), L)", "torch.arange(L).expand(len(images), L)", "the same mask"),
+        ("L = self.", "torch.set_grad_enabled(False)\nL = self.", "has a gradient: expected True"),
+        ('{"loss": loss.detach()}', '{"loss": loss.item()}', ""),
+        ("return loss, {", "return {", "expected shape [number, {loss: number}]")]),
+    "crossmae.CrossMAE.encode": ("""
+maps = self.encoder.feature_maps(self.encoder.embed(images, ids_keep))
+if not hasattr(self, "wfm"):
+    return [self.encoder.norm(maps[-1]) for block in self.decoder_blocks]
+W, results = self.map_weights(), []
+for k in range(len(W)):
+    t = torch.zeros_like(maps[0])
+    for j, i in enumerate(self.map_ids):
+        t = t + W[k, j] * (self.map_proj[j](maps[i]) if len(self.map_proj) else maps[i])
+    results.append(self.dec_norms[k](t))
+return results""", [
+        ("in self.decoder_blocks", "in self.encoder.blocks", "[4 x (2, 3, 8)], yours [(2, 3, 8), "),
+        ("return results", "return torch.stack(results)", "")]),
+    "finetune.layer_decay_groups": ("""
+depth, groups = len(model.encoder.blocks), []
+for name, p in model.named_parameters():
+    if p.requires_grad:
+        i = depth + 1
+        if name.startswith("encoder.blocks."):
+            i = 1 + int(name.split(".")[2])
+        elif name.startswith("encoder.") and "norm" not in name:
+            i = 0
+        decays = name.endswith("weight") and p.ndim > 1
+        groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
+                           lr_factor=layer_decay ** (depth + 1 - i)))
+return groups""", [
+        ('"norm" not in name', '"norm" not in name and "ex" not in name', "extra_tokens lr_factor"),
+        ("if p.requires_grad:", "if True:", "weight, encoder.blocks.0.attn.qkv.bias and 25 more"),
+        ("if p.requires_grad:", 'if p.requires_grad and "cls" not in name:', "missing: encoder"),
+        ("return groups", "return groups + groups[:1]", "is in two groups"),
+        ("lr_factor=", "scale=", "KeyError: 'lr_factor'"),
+        ("params=[p]", "params=[p.data]", "not a parameter of the model"),
+        ("params=[p]", "params=p", ""),
+        ("return groups", "return tuple(groups[::-1])", "")]),
+}
+
+
+def solve(monkeypatch, name, body):
+    """Give the function `name` this body, which can use math and what its module has imported."""
+    owner, last = find(name)
+    head = f"def {last}{inspect.signature(getattr(owner, last))}:"
+    known = {**vars(sys.modules[name.split(".")[0]]), "math": math}
+    made = {}
+    exec(head + body.replace("\n", "\n    "), known, made)
+    monkeypatch.setattr(owner, last, made[last])
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_right_and_wrong_solutions(name, monkeypatch):
+    body, changes = SOLUTIONS[name]
+    for old, new, message in [("", "", ""), *changes]:
+        assert old in body, old
+        solve(monkeypatch, name, body.replace(old, new))
+        text = check(name)
+        assert message in text and bool(message) == bool(text), (new, message, text)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_hint_names_each_slip(name, monkeypatch):
+    item, (owner, last) = EXERCISES[name], find(name)
+    assert len(item.slips) >= 3
+    for slip, hint in item.slips.items():
+        monkeypatch.setattr(owner, last, lambda *args, **more: item.reference(
+            *args, **more, slip=slip))
+        assert hint in check(name), slip
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Return git(words), which runs in a copy of this project's sources, all committed."""
+    if not shutil.which("git"):
+        pytest.skip("git is missing")
+    for file in (*ROOT.glob("*.py"), ROOT / "README.md"):
+        shutil.copy(file, tmp_path)
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=unneeded)
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c",
+                        "core.autocrlf=false", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    return git
+
+
+def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused):
+    """Nothing is removed that git could not bring back."""
+    path, before = tmp_path / "mae.py", (tmp_path / "mae.py").read_bytes()
+    assert main(["mae.MAE.forward", "vit.Attention.forward"]) == 0
+    assert "git checkout HEAD -- mae.py vit.py" in capsys.readouterr().out
+    after = path.read_text(encoding="utf-8")
+    start = after.index("; metrics is", after.index("def forward"))
+    assert after[start:].splitlines()[1:3] == [
+        '        raise NotImplementedError("exercise: mae.MAE.forward")', ""]
+    refused(main, ["mae.MAE.forward"], "mae.MAE.forward is not as in the last commit (removed",
+            "git checkout HEAD -- mae.py")
+
+    taken = 'raise NotImplementedError("exercise: mae.MAE.forward")'
+    path.write_text(after.replace(taken, f"x = 1\n        {taken}"), encoding="utf-8")
+    refused(main, ["mae.MAE.forward"], "git stash push mae.py keeps your version")
+    assert main(["mae.MAE.add_mask_tokens"]) == 0          # git can restore this one
+    assert "x = 1\n" in path.read_text(encoding="utf-8")
+    repository("checkout", "HEAD", "--", "mae.py", "vit.py")
+    assert path.read_bytes() == before
+    shutil.rmtree(tmp_path / ".git")
+    refused(main, ["vit.patchify"], "removing a body needs a git repository")
+    refused(main, ["--handout", tmp_path / "class", "vit.patchify"], "needs a git repository")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="TASKS.md's commands are for a Unix shell")
+def test_handout(repository, tmp_path):
+    """A copy has no solution: neither in a body, nor in a file or change that is not committed.
+    With right solutions, written differently, the commands in TASKS.md pass. If one is wrong, both
+    fail."""
+    (tmp_path / "solutions.py").write_text("mine")
+    folder = tmp_path / "class"
+    assert main(["--handout", str(folder), *SOLUTIONS]) == 0
+    assert not (folder / "solutions.py").exists()
+    assert [file.name for file in folder.glob("tests/unit/test_*.py")] == ["test_golden.py"]
+    files = {exercise.file_of(name) for name in SOLUTIONS}
+    text, original = ("".join((place / file).read_text(encoding="utf-8") for file in files)
+                      for place in (folder, ROOT))
+    for solution in ("phase.cos()", "noise.argsort", "the large encoder sees"):
+        assert text.count(solution) < original.count(solution), solution
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in ("hero.svg", "tour.png", "git restore") if name in readme]
+    assert not [*folder.glob(".github/hero*"), *folder.glob(".github/tour*")]    # show a solution
+    assert "(TASKS.md)" in readme and "\n## Quickstart" in readme and "\n## Fork" in readme
+    page = (folder / "TASKS.md").read_text(encoding="utf-8")
+    assert all(f"--check {name}`" in page for name in SOLUTIONS)
+    commands = [re.search(rf"`python (-m {tool}.*?)`", page)[1].split()
+                for tool in ("tests.exercise", "pytest")]
+
+    def passes():
+        """Return for each command whether it passes."""
+        return [subprocess.run([sys.executable, *words], cwd=folder, capture_output=True).returncode
+                == 0 for words in commands]
+
+    def write(name, body):
+        """Write a body into the file of its function, and of the copy of this function."""
+        for place in [name, *filter(None, [exercise.COPIES.get(name)])]:
+            path = folder / exercise.file_of(place)
+            text = path.read_text(encoding="utf-8")
+            node, start = exercise.find_body(text, place)
+            lines, indent = text.splitlines(), " " * node.body[0].col_offset
+            lines[start:node.end_lineno] = [indent + line for line in body.strip().splitlines()]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    for name, (body, _) in SOLUTIONS.items():
+        write(name, body)
+    assert passes() == [True, True]
+    right = SOLUTIONS["vit.masking"][0]
+    write("vit.masking", right.replace("noise.argsort(dim=1)", "noise.argsort(dim=1).flip(1)"))
+    assert passes() == [False, False]
+
+
+def test_a_removed_body_ends_a_check_in_words(capsys, monkeypatch):
+    solve(monkeypatch, "vit.masking", "\nraise NotImplementedError('exercise: vit.masking')")
+    assert main(["--check"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{name} is " + ("not implemented yet" if name == "vit.masking" else "right")
+                    for name in EXERCISES]

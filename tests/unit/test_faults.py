@@ -1,0 +1,442 @@
+"""What goes wrong: command lines, checkpoints, images, kills, full disks, losses that are not
+finite. Invalid input ends with exit code 2 and one line, and no run is lost."""
+
+import errno
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+import finetune
+import train
+from tests.unit.conftest import (DECODER, TINY, ended, fork, same, script, settings, torchrun,
+                            write_pictures)
+
+# ---------------------------------------------------------------------------------- command lines
+
+MAINS = {"train": train.main, "eval": train.main, "tune": finetune.main, "test": finetune.main}
+BASE = {"train": ["--data", "data", "--name", "new", *TINY],
+        "eval": ["--eval", "runs/mae/last.pt", "--workers", "0"],
+        "tune": ["--checkpoint", "runs/mae/last.pt", "--data", "data", "--name", "new",
+                 *TINY[8:], "--epochs", "1"],
+        "test": ["--checkpoint", "runs/tuned/last.pt", "--mode", "eval", "--workers", "0"]}
+COMMANDS = """
+train | --epoch 5                              | --epoch
+train | --batch_size 41                        | --batch_size 41 ; 40
+train | --mask_ratio 0.99                      | mask_ratio 0.99
+train | --lr nan                               | --lr
+train | --patch_size 4,0                       | --patch_size
+train | --data nowhere                         | --data nowhere
+train | --data empty                           | empty
+train | --data no_val                          | no_val
+train | --data differ                          | differ ; b, c
+train | --data high                            | /high ; Train and Val
+train | --data flat/up                         | flat/up/data
+train | --name mae                             | runs/mae ; --resume ; --overwrite ; --name
+train | --name mae --resume --depth 1 --heads 1 | depth was 2, is 1; heads was 2, is 1
+train | --name mae --resume --data other --batch_size 2 | images was
+train | --name mae --resume --train_images 16  | train_images was None, is 16
+train | --name mae --resume --seed 1           | seed was 0, is 1
+train | --name mae --resume --optimizer sgd    | optimizer was adamw, is sgd
+tune  | --name tuned --resume --labels 0.5     | labels was 1.0, is 0.5
+train | --name tuned --resume                  | method was classifier, is mae
+train | --method imae --same_class 0.5 --data flat/up/data/val/a | --same_class 0.5
+train | --method imae --teacher runs/mae --patch_size 8 | teacher
+eval  | --eval runs/tuned                      | runs/tuned
+eval  | --eval runs/mae runs/large             | runs/large
+tune  | --data flat/up/data/val/a              | classes
+tune  | --dim 32                               | 32
+tune  | --part teacher                         | --part teacher
+test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
+test  | --data other                           | --data other
+test  | --img_size 32 --lr 1 --pool mean       | --img_size 32 --lr 1 --pool
+tune  | --mode linear --drop_path 0.1          | --drop_path
+train | --mask_ratios 0.6 --masks grid         | --mask_ratios 0.6 --masks grid
+"""
+COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    """Return a folder with good and bad data sets, and a run of each kind."""
+    root = tmp_path_factory.mktemp("desk")
+    for part, classes, n in (("data/train", "ab", 20), ("data/val", "ab", 6),
+                             ("no_val/train", "a", 2), ("other/train", "cd", 2),
+                             ("other/val", "cd", 2),
+                             ("differ/train", "ab", 2), ("differ/val", "ac", 2),
+                             ("high/Train", "ab", 2), ("high/Val", "ab", 2)):
+        write_pictures(root / part, classes, n)
+    for name in ("empty", "flat/up"):
+        (root / name).mkdir(parents=True)
+    (root / "flat/up/data").symlink_to(root / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for name, more in (("mae", []), ("large", ["--img_size", "32"])):
+            train.main([*BASE["train"], "--name", name, "--epochs", "1", *more])
+        finetune.main([*BASE["tune"], "--name", "tuned"])
+    return root
+
+
+def listing(root):
+    """Return {path: when it was written}, without the times of folders."""
+    return {path: path.is_file() and path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.fixture
+def desk(furnished, monkeypatch):
+    """Enter the furnished folder. Afterwards, remove what the test has added, even if it failed."""
+    monkeypatch.chdir(furnished)
+    before = listing(furnished)
+    yield furnished
+    for path in sorted(listing(furnished).keys() - before.keys(), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("kind, words, parts", COMMANDS, ids=[words for _, words, _ in COMMANDS])
+def test_wrong_command_lines(desk, refused, kind, words, parts):
+    """The last line names the flag or file, and no file changes."""
+    before = listing(desk)
+    refused(MAINS[kind], [*BASE[kind], *words.split()], *parts.split(" ; "))
+    assert listing(desk) == before
+
+
+def test_wrong_command_lines_in_processes(desk, refused, monkeypatch):
+    """Both processes stop, and leave no folder. --eval runs in one process."""
+    code, lines = ended(fork(torchrun, script, "train.py", *BASE["train"], "--batch_size", "42"))
+    assert code != 0 and any("--batch_size 42" in line for line in lines), lines
+    assert not (desk / "runs/new").exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(train.main, BASE["eval"], "--eval")
+
+
+def test_a_download_that_fails(monkeypatch, refused):
+    def download(*_, **__):
+        raise URLError("no route to host")
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", download)
+    refused(train.main, ["--data", "cifar10", "--name", "new"], "--data cifar10", "no route")
+
+
+# ------------------------------------------------------------------------- checkpoints of strangers
+
+class Payload:
+    def __reduce__(self):
+        return Path("ran").touch, ()                       # the code that must not run
+
+
+BROKEN = {  # from a good file's bytes and content: broken bytes or content
+    "empty": lambda file, content: b"",
+    "half": lambda file, content: file[:len(file) // 2],
+    "code": lambda file, content: {**content, "extra": Payload()},
+    "pickled code": lambda file, content: pickle.dumps({"model": Payload()}, 2),
+    "other names": lambda file, content: {"epoch": 3, "state_dict": content["model"]},
+    "a tensor": lambda file, content: torch.zeros(3)}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints(desk, refused, name):
+    """Commands that read a checkpoint refuse a broken one by name, and run no code from it."""
+    good, bad = Path("runs/mae/last.pt"), Path("runs/bad/last.pt")
+    bad.parent.mkdir()
+    content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
+    bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
+    before = listing(desk)
+    for kind, words in (("train", "--name bad --resume"), ("train", "--init runs/bad"),
+                        ("eval", "--eval runs/bad/last.pt"), ("tune", "--checkpoint runs/bad")):
+        refused(MAINS[kind], [*BASE[kind], *words.split()], f"{bad}")
+    assert listing(desk) == before
+
+
+# ------------------------------------------------------------------------------------------ images
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+
+
+def write_broken(folder):
+    """Write files that cannot be read, each for its own reason, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / name for name in ("torn.jpg", "nothing.jpg", "text.jpg", "eps.png")]
+    Image.effect_noise((64, 64), 99).save(files[0])
+    torn = files[0].read_bytes()
+    for file, content in zip(files, (torn[:len(torn) // 2], b"", b"a cat, sitting", EPS)):
+        file.write_bytes(content)
+    for name, mode, value in (("1.tif", "F", 0.5), ("2.tif", "I", -1), ("3.tif", "I", 2 ** 16)):
+        files.append(folder / name)                        # 32 bits
+        Image.new(mode, (16, 16), value).save(files[-1])
+    files.append(folder / "large.png")                     # PIL refuses it
+    Image.new("RGB", (70, 70)).save(files[-1])
+    return files
+
+
+@pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "2"]])
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, capfd, words):
+    """In memory and in files, each unreadable file is named once, and their number is on a line. No
+    program is started for EPS. Of validation images, only the readable ones count."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2400)
+    Path("gs").write_text("#!/bin/sh\ntouch ran\n")
+    Path("gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    write_pictures(Path("data/val"), "ab", 6)
+    write_pictures(Path("data/train"), "ab", 60)
+    bad = [*write_broken(Path("data/train/a")), Path("data/val/b/x.png")]
+    bad[-1].write_bytes(b"")
+    row = train.main(["--data", "data", *TINY, *DECODER, *words])
+    out, err = capfd.readouterr()
+    assert [err.count(f"{path}:") for path in bad] == [1] * len(bad)
+    for number in ("8 of 128 image", "1 of 13 image"):
+        assert out.count(number) == 1 and out.index(number) < out.index("epoch 1:")
+    assert math.isfinite(row["psnr_masked"]) and not Path("ran").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--img_size", "8"]])
+def test_too_many_files_that_cannot_be_read(tmp_path, monkeypatch, refused, words):
+    """A run stops if more than a tenth of the files are broken, or all samples of them."""
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        write_pictures(Path("data", part), "ab", 20)
+    for n, parts in ((10, ["10 of ", " files"]), (40, ["none of 40 images"])):
+        for file in sorted(Path("data/train").rglob("*.png"))[:n]:
+            file.write_bytes(b"")
+        refused(train.main, ["--data", "data", *TINY, *DECODER, *words], *parts)
+
+
+def test_what_replaces_an_image(tmp_path):
+    """In training, other images of files, with their labels, replace unreadable ones, and none does
+    so often. Readable images are drawn as ever."""
+    for part in ("train", "val"):
+        write_pictures(tmp_path / part, "ab", 40)
+    for i in range(30):                                    # these sort together
+        (tmp_path / f"train/a/{i}.png").write_bytes(b"")
+    data, *_ = train.open_data(str(tmp_path), (8, 8), settings())
+    (images, labels), = train.load_images(data, [train.keys_of(torch.arange(80), 5)], settings())
+    good = [i for i in range(80) if data.read(i) is not None]
+    assert len(good) == 50
+    every = torch.stack([data[0, i][0] for i in good])
+    drawn = [(every == image).all((1, 2, 3)).nonzero().item() for image in images]
+    assert [data.labels[good[i]] for i in drawn] == labels.tolist()
+    assert max(drawn.count(i) for i in range(50)) < 6
+    assert all(good[drawn[i]] == i for i in good)
+
+
+def test_validation_leaves_out_files_that_cannot_be_read(tmp_path, monkeypatch, spy):
+    """PSNR, top1, neighbours and their bank are those of a folder without these files."""
+    monkeypatch.chdir(tmp_path)
+    for part, n in (("train", 10), ("val", 8)):
+        write_pictures(Path("data", part), "ab", n, side=(20, 24))
+    shutil.copytree("data", "more/data")
+    for part in ("train", "val"):
+        Path(f"more/data/{part}/b/x.png").write_bytes(b"")             # sorted last
+    words = ["--workers", "0", "--data", "data"]
+    train.main([*words, *TINY, *DECODER, "--img_size", "16", "--name", "mae"])
+    words += ["--checkpoint", "runs/mae"]
+    finetune.main([*words, *TINY[8:], "--mode", "linear", "--name", "probe"])
+
+    def numbers(data):
+        words = ["--workers", "0", "--data", data]
+        rows = train.main(["--eval", "runs/mae", *words, "--mask_ratios", "0.75"])
+        words += ["--checkpoint", "runs/probe", "--mode"]
+        return [*rows, finetune.main([*words, "knn", "--k", "3"]), finetune.main([*words, "eval"])]
+    ranked = spy(torch.Tensor, "topk", lambda x, *_: x.shape[1])       # neighbours, classes
+    for a, b in zip(numbers("data"), numbers("more/data"), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+    assert ranked == 2 * [20, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------- kills
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stop", ["a bug", interrupt, terminate])
+def test_a_run_that_has_saved_nothing_leaves_nothing(pretrain, monkeypatch, stop):
+    """The same command can be repeated. A bug keeps its traceback."""
+    for name in ("forward", "reconstruct"):                # in training, and in validation
+        with monkeypatch.context() as patch, pytest.raises((TypeError, SystemExit)):
+            patch.setattr(train.MAE, name, stop)
+            pretrain()
+        assert not Path("runs/mae").exists()
+    assert pretrain()["epoch"] == 2
+
+
+def test_of_runs_that_start_at_once_one_trains(pretrain, folder):
+    """All others stop with exit code 2, and change nothing of it."""
+    wanted = pretrain(name="straight")
+    words = ["--data", folder, *TINY, *DECODER, "--name", "mae"]
+    processes = [fork(script, "train.py", *words) for _ in range(3)]
+    assert sorted(ended(process)[0] for process in processes) == [0, 2, 2]
+    assert same(wanted["model"], train.read_checkpoint("runs/mae")["model"])
+
+
+def alike(name, other="straight"):
+    """Assert that two runs have the same weights, optimizer state and log, except for times."""
+    for a, b in zip(*([json.loads(line) for line in open(f"runs/{n}/log.jsonl")]
+                      for n in (name, other)), strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[k] == b[k] for k in a if k != "img_s" and k != "wait" and not k.endswith("_s"))
+    a, b = (train.read_checkpoint(f"runs/{n}/last.pt") for n in (name, other))
+    assert a["epoch"] == b["epoch"] and same(a["model"], b["model"])
+    a, b = (content["optimizer"]["state"] for content in (a, b))
+    assert a.keys() == b.keys() and all(same(a[i], b[i]) for i in a)
+    assert not [path for path in Path("runs", name).iterdir() if "tmp" in path.name]
+
+
+@pytest.fixture
+def words(pretrain, folder):
+    """words(name, epochs) returns the flags of a run that can be resumed, in a new folder."""
+    return lambda name, epochs: ["--data", str(folder), *TINY, *DECODER, "--name", name, "--epochs",
+                                 str(epochs), "--resume"]
+
+
+def die(*inputs, **more):
+    """Write half of a file, if one is being written, and be killed."""
+    if len(inputs) > 1 and hasattr(inputs[1], "write"):
+        inputs[1].write(b"half")
+        inputs[1].flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(owner, name, call, *words):
+    """Run train.py, and be killed in call number `call` of owner.name."""
+    function, calls = getattr(owner, name), []
+
+    def instead(*inputs, **more):
+        calls.append(1)
+        return (die if len(calls) == call else function)(*inputs, **more)
+    setattr(owner, name, instead)                          # only in this process
+    script("train.py", *words)
+
+
+POINTS = [  # owner, name, call, and the epoch that last.pt holds then
+    (train.MAE, "forward", 3, 0), (Image.Image, "save", 1, 1), (train.MAE, "reconstruct", 1, 1),
+    (torch, "save", 1, 1), (os, "replace", 1, 1), (json, "dumps", 2, 2), (torch, "save", 2, 3)]
+
+
+def test_kills(words):
+    """A run that is killed at each of POINTS equals one that never was. last.pt is always whole."""
+    more = ["--img_size", "8"]                             # images are read from files
+    train.main([*words("straight", 5), *more])
+    for owner, name, call, epoch in POINTS:
+        process = fork(killed, owner, name, call, *words("killed", 5), *more)
+        assert ended(process)[0] == -signal.SIGKILL
+        assert (train.read_checkpoint("runs/killed")["epoch"] if epoch else 0) == epoch
+    assert ended(fork(script, "train.py", *words("killed", 5), *more))[0] == 0
+    alike("killed")
+
+
+def dying(*words):
+    """Do as script, but kill rank 1 in the third epoch."""
+    if os.environ["RANK"] == "1":
+        killed(train.MAE, "forward", 13, *words)
+    script("train.py", *words)
+
+
+def test_a_kill_of_one_of_two_processes(words):
+    """The other process ends, too. Resumed, the results are as without a kill."""
+    assert ended(fork(torchrun, script, "train.py", *words("straight", 3)))[0] == 0
+    assert ended(fork(torchrun, dying, *words("killed", 3)))[0] == 1
+    assert ended(fork(torchrun, script, "train.py", *words("killed", 3)))[0] == 0
+    assert "resumed after epoch 2" in Path("out").read_text()
+    alike("killed")
+
+
+def as_machine(*words):
+    """Do as script, with a folder of runs for each rank."""
+    script("train.py", *words, "--runs", f"runs{os.environ['RANK']}")
+
+
+def test_resuming_on_machines_without_a_shared_disk(words):
+    """If only one process finds a checkpoint, none trains, and nothing is lost."""
+    train.main([*words("x", 2), "--runs", "runs0"])
+    before = Path("runs0/x/last.pt").read_bytes(), Path("runs0/x/log.jsonl").read_bytes()
+    code, lines = ended(fork(torchrun, as_machine, *words("x", 3)))
+    assert code != 0 and any("runs0/x/last.pt" in line for line in lines), lines
+    assert before == (Path("runs0/x/last.pt").read_bytes(), Path("runs0/x/log.jsonl").read_bytes())
+
+
+def test_a_full_disk(words):
+    """The last checkpoint stays, and one line says what happened."""
+    resource = pytest.importorskip("resource", reason="Unix only")
+    wide = ["--dim", "64"]                                 # tensors of more than a file's buffer
+    train.main([*words("full", 2), *wide])
+    before = Path("runs/full/last.pt").read_bytes()
+
+    def tight():                                           # files may be half as long
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
+        script("train.py", *words("full", 4), *wide)
+    code, lines = ended(fork(tight))
+    assert code == 2 and len(lines) == 1 and os.strerror(errno.EFBIG) in lines[0], lines[-3:]
+    assert Path("runs/full/last.pt").read_bytes() == before
+    assert train.main([*words("full", 4), *wide])["epoch"] == 4
+
+
+# ------------------------------------------------------------------------------- not finite numbers
+
+@pytest.mark.parametrize("value, amp", [(math.inf, "fp32"), (math.nan, "fp16")])
+def test_a_loss_that_is_not_finite_stops_within_the_epoch(words, monkeypatch, refused, value, amp):
+    """The third epoch, of 40 steps, stops before step 21. The second epoch's checkpoint is kept."""
+    train.main(words("lost", 2))
+    forward, calls = train.MAE.forward, []
+
+    def losing(self, *inputs):
+        loss, _ = forward(self, *inputs)
+        calls.append(1)
+        loss = loss * value if len(calls) > 3 else loss
+        return loss, {"loss": loss.detach()}
+    monkeypatch.setattr(train.MAE, "forward", losing)
+    more = ["--batch_size", "1", "--amp", amp]
+    refused(train.main, [*words("lost", 4), *more], "epoch 3", "--clip_grad")
+    assert len(calls) <= 20 and train.read_checkpoint("runs/lost")["epoch"] == 2
+
+
+def breaking(monkeypatch, call, change):
+    """Call change(weights, metrics) after this call of train_step, counted from 1."""
+    step, calls = train.train_step, []
+
+    def instead(net, *rest):
+        metrics = step(net, *rest)
+        calls.append(1)
+        if len(calls) == call:
+            change(next(net.parameters()).data, metrics)
+        return metrics
+    monkeypatch.setattr(train, "train_step", instead)
+
+
+def test_weights_that_are_not_finite_are_not_written(words, monkeypatch, refused):
+    """If an epoch's last step breaks the weights after a finite loss, the epoch is not saved."""
+    with monkeypatch.context() as patch:
+        breaking(patch, 10, lambda weights, metrics: weights.fill_(math.nan))
+        refused(train.main, words("lost", 4), "epoch 2", "--clip_grad")
+    assert train.read_checkpoint("runs/lost")["epoch"] == 1
+    train.main(words("lost", 4))
+    train.main(words("straight", 4))
+    alike("lost")
+
+
+def test_a_scale_that_is_too_large(words, monkeypatch):
+    """Steps whose gradients overflow are skipped until the scale fits, and a loss that overflows in
+    such a step does not end the run. The run began without a scale."""
+    train.main(words("large", 1))
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler",
+                        lambda *inputs, **more: scaler(*inputs, init_scale=2.0 ** 22, **more))
+    breaking(monkeypatch, 5, lambda weights, metrics: metrics.update(loss=torch.tensor(math.inf)))
+    row = train.main([*words("large", 3), "--amp", "fp16"])
+    content = train.read_checkpoint("runs/large")
+    assert row["epoch"] == 3 and math.isfinite(row["loss"]) and content["scaler"]["scale"] < 2 ** 22
+    assert content["history"][1]["loss"] == math.inf
+    updates = {int(state["step"]) for state in content["optimizer"]["state"].values()}
+    assert len(updates) == 1 and 0 < updates.pop() < 15

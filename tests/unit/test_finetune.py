@@ -1,0 +1,412 @@
+"""Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
+
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torchvision.transforms import v2
+
+import finetune
+import train
+from finetune import Classifier, layer_decay_groups
+from mae import MAE
+from tests.unit.conftest import (ROOT, TINY, same, settings, stopping_after_two, together,
+                                 write_pictures)
+from tests.unit.golden import load, replay
+from vit import IMAGENET_MEAN, from_released, normalize, resize_pos_embed
+
+
+def classifier(**kwargs):
+    """Return a classifier with 4 x 6 patches."""
+    torch.manual_seed(0)
+    return Classifier((16, 24), 4, dim=16, depth=2, heads=2, classes=3, **kwargs)
+
+
+def random_images(n):
+    """Return images (n,3,16,24), uint8, whose brightness differs."""
+    images = torch.randint(0, 256, (n, 3, 16, 24), dtype=torch.uint8)
+    images[:, 0] = images[:, 0] // 8 + (200 // n) * torch.arange(n).byte()[:, None, None]
+    return images
+
+
+@pytest.mark.parametrize("pool, extra, width", [
+    ("mean", 0, 16), ("token", 0, 16), ("joined", 0, 384), ("mean", 3, 16), ("token", 3, 16),
+    ("extra", 3, 16), ("joined", 3, 48)])
+def test_features(pool, extra, width):
+    """Features are pooled from the 24 patch tokens, or from the extra tokens after them."""
+    model, images = classifier(pool=pool, extra_tokens=extra), torch.randn(2, 3, 16, 24)
+    tokens = model.encoder(images)
+    assert tokens.shape == (2, 25 + extra, 16)
+    patches, extras = tokens[:, 1:25], tokens[:, 25:]
+    wanted = {"mean": patches.mean(1), "token": tokens[:, 0], "extra": extras.mean(1),
+              "joined": torch.cat((extras if extra else patches).unbind(1), dim=1)}[pool]
+    assert torch.equal(model.features(images), wanted)
+    assert wanted.shape == (2, width) and model.logits(images).shape == (2, 3)
+
+
+@pytest.mark.parametrize("pool, extra, onnx", [("mean", 0, 0), ("joined", 3, 0), ("joined", 3, 1)])
+def test_export(pool, extra, onnx, tmp_path):
+    """A model that is exported as in REFERENCE.md gives its logits for a batch of any size."""
+    if onnx:
+        runtime, _ = map(pytest.importorskip, ("onnxruntime", "onnxscript"))
+    model = classifier(pool=pool, extra_tokens=extra, mean=(0.4, 0.5, 0.6))
+    torch.nn.init.normal_(model.head.weight)
+    images, model.forward = random_images(5), model.classify
+    program = torch.export.export(model, (images[:2],), strict=False,
+                                  dynamic_shapes=[{0: torch.export.Dim("batch", max=2 ** 20)}])
+    wanted, run = model.classify(images), program.module()
+    if onnx:
+        torch.onnx.export(program, dynamo=True).save(tmp_path / "x.onnx")
+        session = runtime.InferenceSession(tmp_path / "x.onnx")
+        run = lambda x: torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+    assert all(torch.allclose(run(images[:n]), wanted[:n], atol=1e-4) for n in (1, 5))
+
+
+def test_extra_tokens_travel(pretrain, folder, capsys):
+    """A classifier gets a MINR's extra tokens, even from a file of only the encoder. Other models
+    say what they do not load."""
+    own = "--method minr --hidden_dim 8 --groups 5 --ff_dim 4 --ff_sigma 4 --mlp_depth 3".split()
+    state = pretrain(*own, name="minr", own=[])["model"]
+    alone = {k.removeprefix("encoder."): v for k, v in state.items() if "encoder." in k}
+    torch.save(alone, "x.pth")
+    words = [*TINY[8:], "--data", str(folder), "--heads", "2", "--epochs", "0", "--name", "tuned"]
+    for path, mode in (("runs/minr", "finetune"), ("x.pth", "linear"), ("runs/minr", "scratch")):
+        finetune.main(["--checkpoint", path, "--mode", mode, *words, "--overwrite"])
+        tuned, name = train.read_checkpoint("runs/tuned"), "encoder.extra_tokens"
+        assert (tuned["config"]["pool"], tuned["config"]["extra_tokens"]) == ("joined", 5)
+        assert torch.equal(tuned["model"][name], state[name]) == (mode != "scratch")
+    pretrain("--init", "runs/minr/last.pt")
+    said = capsys.readouterr().out
+    assert "not loaded: biases, encoder.extra_tokens, to_columns" in said and "another mean" in said
+
+
+def test_what_pooling_is_possible():
+    """Joined tokens make at most 5,000 features."""
+    pools = [finetune.default_pool(extra, 20) for extra in (0, 250, 251)]
+    assert pools == ["mean", "joined", "extra"]
+    with pytest.raises(ValueError, match="8192 features exceed 5000"):
+        Classifier(64, 4, dim=32, depth=1, heads=1, pool="joined")
+
+
+@pytest.mark.parametrize("pool", ["mean", "token", "extra", "joined"])
+@pytest.mark.parametrize("probe", [False, True])
+def test_what_is_trained(probe, pool):
+    """Everything that is used is trained, including positions; in a probe, only the head is."""
+    model = classifier(probe=probe, pool=pool, extra_tokens=2 * (pool in ("extra", "joined")))
+    model(torch.randn(4, 3, 16, 24), torch.tensor([0, 1, 2, 0]))[0].backward()
+    moved = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert moved == {"head.1.weight", "head.1.bias"} if probe else "encoder.pos_embed" in moved
+    head = model.head[1] if probe else model.head          # as in the release
+    assert head.weight.std().item() == pytest.approx(0.01 if probe else 2e-5, rel=0.3)
+    if probe:
+        norm = model.head[0]
+        assert isinstance(norm, torch.nn.BatchNorm1d) and (norm.affine, norm.eps) == (False, 1e-6)
+
+
+def test_smoothing_and_probabilities():
+    model, images = classifier(smoothing=0.1), torch.randn(4, 3, 16, 24)
+    torch.nn.init.normal_(model.head.weight)               # logits that differ
+    labels = torch.tensor([0, 1, 2, 0])
+    hard = F.one_hot(labels, 3).float()
+    wanted = -((hard * 0.9 + 0.1 / 3) * model.logits(images).log_softmax(1)).sum(1).mean()
+    assert all(torch.allclose(model(images, x)[0], wanted, atol=1e-6) for x in (labels, hard))
+
+
+def test_each_layer_has_its_learning_rate(tune, spy):
+    """Each step scales the learning rate by each layer's factor (tests/lib/references.py)."""
+    steps = spy(torch.optim.AdamW, "step", lambda optimizer: [
+        (g["lr"], g["lr_factor"], g["weight_decay"]) for g in optimizer.param_groups])
+    tune("--lr", "0.1", "--layer_decay", "0.5", "--weight_decay", "0.3", "--warmup_epochs", "0")
+    for i, groups in enumerate(steps):
+        assert {factor for _, factor, _ in groups} == {1, 0.5, 0.25, 0.125}
+        assert {decay for *_, decay in groups} == {0, 0.3}
+        wanted = 0.1 * math.cos(math.pi / 2 * i / 10) ** 2
+        assert all(lr == pytest.approx(wanted * factor) for lr, factor, _ in groups)
+    assert len(steps) == 10
+
+
+def test_groups_do_not_depend_on_weight_decay():
+    """Adam's moments go by the order of parameters, and a resumed run may change weight decay."""
+    model = classifier()
+    none, some = ([[id(p) for p in group["params"]] for group in layer_decay_groups(model, x, 0.5)]
+                  for x in (0.0, 0.05))
+    assert none == some
+    model = classifier(extra_tokens=2)                     # learned tokens are in the first layer
+    group, = (group for group in layer_decay_groups(model, 0.05, 0.5)
+              if any(p is model.encoder.extra_tokens for p in group["params"]))
+    assert (group["weight_decay"], group["lr_factor"]) == (0, 0.5 ** 3)
+
+
+def test_finetuning_and_probing_learn(tune, folder):
+    content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
+    assert row["top1"] == row["top5"] == 100
+    assert content["history"][0].keys() >= {"top1", "top5", "loss", "lr", "img_s", "wait"}
+    model = train.load_model("runs/tuned/last.pt", {"classifier": Classifier})
+    assert model.class_names == ["a", "b"]
+    split = train.open_data(str(folder), None, settings())[1]
+    assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
+    content, row = tune("--mode", "linear", "--epochs", "8", "--crop", "1", name="probe")
+    before = train.read_checkpoint("runs/mae/last.pt")["model"]       # unchanged
+    encoder = {name: x for name, x in content["model"].items() if name.startswith("encoder.")}
+    assert row["top1"] > 90 and "encoder.norm.weight" in encoder
+    assert same(encoder, {name: before[name] for name in encoder})
+
+
+def test_a_linked_folder_keeps_its_name(folder, pretrain):
+    Path("birds").symlink_to(folder)
+    for main, words, name in (
+            (train.main, [*TINY, "--method", "hypermae"], "hypermae_birds"),
+            (finetune.main, [*TINY, "--mode", "scratch"], "scratch_birds")):
+        main([*words, "--data", "birds", "--epochs", "0"])
+        assert Path("runs", name, "last.pt").exists()
+
+
+@pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
+    ("runs/mae_shapes/last.pt", "linear", None, 1.0, "mae_shapes_linear"),
+    ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
+    (None, "scratch", None, 1.0, "scratch_shapes")])
+def test_names_of_runs(checkpoint, mode, data, labels, name):
+    """A run is named after its checkpoint and mode, then --data and --labels if they are given."""
+    args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
+    assert finetune.run_name(args) == name
+
+
+def test_starts(folder, tune):
+    """A run takes the encoder, the data and resized positions from its checkpoint. A run from
+    scratch takes none of them."""
+    finetune.main(["--mode", "scratch", "--data", str(folder), *TINY, "--epochs", "0"])
+    finetune.main("--checkpoint runs/mae --img_size 24,32 --epochs 0 --batch_size 8".split())
+    mae, tuned, scratch = (train.read_checkpoint(f"runs/{name}") for name in (
+        "mae", "mae_finetune", f"scratch_{folder.name}"))
+    tokens = [run["model"]["encoder.cls_token"] for run in (mae, tuned, scratch)]
+    assert torch.equal(*tokens[:2]) and not torch.equal(*tokens[1:])
+    old, new = (run["model"]["encoder.pos_embed"] for run in (mae, tuned))
+    assert torch.equal(resize_pos_embed(old, (4, 4), (6, 8)), new)
+    assert tuned["flags"]["data"] == str(folder) and scratch["flags"]["layer_decay"] == 1.0
+    assert mae["flags"]["same_draws"] and not tuned["flags"]["same_draws"]   # see train.train_step
+
+
+@pytest.mark.parametrize("mode", ["finetune", "linear"])
+def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
+    """Evaluation gives the numbers from training, also with only the val/ of --data, and writes no
+    file. With --amp bf16, scores are rounded. The output counts the images."""
+    row = tune("--mode", mode, "--lr", "0.01")[1]
+    shutil.copytree(folder / "val", "only/val")
+    before, kinds = sorted(Path().rglob("*")), spy(torch.Tensor, "topk", lambda x, *_: x.dtype)
+    for more in ([], ["--data", "only"], ["--amp", "bf16", "--eval_images", "4"]):
+        found = finetune.main(["--mode", "eval", "--checkpoint", "runs/tuned/last.pt", *more,
+                               "--workers", "0"])
+        assert "bf16" in more or found == {name: row[name] for name in ("top1", "top5")}
+        assert {*kinds} == {torch.bfloat16 if "bf16" in more else torch.float32}
+        kinds.clear()
+        assert f"on {4 if 'bf16' in more else 11} images of " in capsys.readouterr().out
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_nearest_neighbours_by_hand(spy):
+    """Each of four neighbours votes with exp(cosine / 0.07), computed from mean patch tokens of
+    unit length. Under autocast, only the model computes in 16 bits."""
+    model = classifier(probe=True, norm=True).eval()       # this also seeds
+    images, labels = random_images(9), torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 2])
+    query, wanted = images[:1] // 2 * 2, torch.zeros(3)
+    tokens = model.encoder(normalize(torch.cat([images, query]), model))[:, 1:].mean(1)
+    for cosine, label in sorted(zip(F.cosine_similarity(tokens[:9], tokens[9:]), labels))[-4:]:
+        wanted[label] += (cosine / 0.07).exp()
+    ranked = spy(torch.Tensor, "topk",
+                 lambda x, *_: (x.dtype, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("high")             # as start_processes does on a GPU
+    for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2)):
+        args = settings(k=4, dtype=dtype, eval_images=2)   # does not limit the neighbours
+        score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), args, (16, 24))
+        with train.autocast(args):                         # as evaluate calls it
+            assert torch.allclose(score(query), wanted, rtol=rtol)
+    assert ranked == [(torch.float32, "highest")] * 2
+
+
+def test_neighbours_that_are_few(tune, capsys):
+    """Neighbours are evaluated on at most --eval_images images, out of at most all there are."""
+    tune("--mode", "knn", "--eval_images", "4", "--pool", "token", "--k", "41")
+    said = capsys.readouterr().out
+    assert "on 4 images" in said and "by 40 neighbours out of 40; largest class 54.55 %" in said
+
+
+def test_final_norm_of_a_frozen_encoder(tune):
+    """By default, a probe has the checkpoint's norm; with --no-norm it has none."""
+    for name, more in (("plain", []), ("none", ["--no-norm"])):
+        tune("--mode", "linear", "--epochs", "0", *more, name=name)
+    x, methods = torch.randn(2, 3, 16, 16), {"classifier": Classifier}
+    plain, none = (train.load_model(f"runs/{name}", methods).encoder for name in ("plain", "none"))
+    assert isinstance(none.norm, torch.nn.Identity) and torch.equal(plain(x), plain.norm(none(x)))
+
+
+def test_few_labels(tune, tmp_path, capsys):
+    """--labels keeps a fraction of each class's images, at least one, which the seed chooses.
+    Validation is rarer, so that it covers no more images than training."""
+    for part, n in (("train", 20), ("val", 4)):
+        write_pictures(tmp_path / "data" / part, "abc", n)
+    for i in range(18):
+        (tmp_path / f"data/train/c/{i}.png").unlink()
+
+    def kept(fraction, seed):
+        split = train.open_data("data", None, settings())[0]
+        every = split.images
+        finetune.keep_labels(split, fraction, seed)
+        ids = [(every == x).all((1, 2, 3)).nonzero().item() for x in split.images]
+        assert [min(2, i // 20) for i in ids] == split.labels.tolist()
+        assert len(split.unreadable) == len(ids) and split.unreadable.is_shared()
+        return split.labels.bincount().tolist(), sorted(ids)
+    assert kept(0.28, 0)[0] == [6, 6, 1] and kept(1.0, 0)[1] == [*range(42)]       # rounded
+    assert kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1) and kept(1e-6, 0)[0] == [1, 1, 1]
+    words = ["--data", "data", "--batch_size", "4", "--labels", "0.15"]
+    a, b = (tune(*words, "--epochs", "5", "--seed", seed, name=seed)[0] for seed in "01")
+    assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
+    scored = [row["epoch"] for row in a["history"] if "top1" in row]
+    assert scored == [2, 4, 5]                             # 12 is about two times 7
+    few = tune(*words, "--epochs", "2", "--eval_images", "6", name="few")[0]
+    assert all("top1" in row for row in few["history"])
+    tune("--mode", "knn", *words[:2], *words[4:])
+    assert "7 neighbours out of 7" in capsys.readouterr().out
+
+
+def test_flags_do_something(tune):
+    flags = ["", "--drop_path 0.5", "--smoothing 0.3", "--pool token", "--seed 1", "--lr 1e-2",
+             "--crop 1", "--epochs 0", "--epochs 0 --seed 1",
+             *(f"--mode linear {x}" for x in ("", "--mix_ratio 0.3", "--pool token"))]
+    runs = [tune(*words.split(), name=f"{i}")[0]["model"] for i, words in enumerate(flags)]
+    for i, words in enumerate(flags):
+        for run, other in zip(runs[:i], flags):
+            assert not same(run, runs[i]), f"'{words}' does the same as '{other}'"
+
+
+def test_files_are_cropped(tune, spy):
+    """Images in files are cropped at random, as those in memory are."""
+    seen = spy(Classifier, "forward", lambda self, images, _: images.sum((1, 2, 3)).sort()[0])
+    tune("--img_size", "8", "--batch_size", "40")          # two steps with all images, in files
+    assert not torch.allclose(*seen)
+
+
+def augmented(images, **more):
+    """Return a data set of these images, and make_inputs for it."""
+    data = train.ImageDataset(images, torch.arange(len(images)) % 3, "abc")
+    none = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, mix_ratio=0.0)
+    args = settings(**{**none, **more}, batch_size=len(images))
+    return data, finetune.augmentation(data, classifier(), (16, 24), args)
+
+
+def test_augmentation_of_an_image():
+    """An image's seed draws two RandAugment operations, of the given magnitude, and a rectangle
+    that is filled with the mean colour."""
+    images = random_images(12)
+    (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
+    half, _ = augmented(images, erasing=0.5)
+    assert 2 < sum(torch.equal(half[0, i][0], image) for i, image in enumerate(images)) < 10
+    crop = train.crop_transform((16, 24), settings())
+    mean = torch.tensor([int(255 * m) for m in IMAGENET_MEAN])
+    for i, image in enumerate(images):
+        ours, _ = data[5, i]
+        torch.manual_seed(hash((5, i)))
+        assert torch.equal(ours, v2.RandAugment(2, 27)(crop(image)))
+        erased, _ = erasing[0, i]
+        gone = (erased != image).any(0)
+        assert 0.01 < gone.float().mean() < 0.4 and (erased[:, gone].T == mean).all()
+
+
+@pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(mixup=1e3),
+                                  dict(cutmix=1.0)])
+def test_mixed_images(more):
+    """Labels get the weights of the images or, in CutMix, the fractions of their pixels."""
+    images, labels = random_images(12), torch.arange(12) % 3
+    data, make_inputs = augmented(images, **more)
+    mixed, targets = make_inputs(images, labels)
+    x, y = normalize(images, classifier()), normalize(images.roll(1, 0), classifier())
+    weight = ((mixed - y) / (x - y))[(x - y).abs() > 0.1]  # of each image
+    mean, whole = weight.mean(), (weight - weight.round()).abs().max() < 1e-3
+    assert whole if "cutmix" in more else weight.std() < 1e-3 and 0.01 < mean < 0.99
+    assert "mix_ratio" not in more or mean == pytest.approx(0.25, abs=1e-3)
+    assert more.get("mixup") != 1e3 or 0.4 < mean < 0.6    # Beta(1000, 1000)
+    one_hot = F.one_hot(labels, 3).float()
+    wanted = mean * one_hot + (1 - mean) * one_hot.roll(1, 0)
+    assert torch.allclose(targets, wanted, atol=0.05)
+
+
+def test_released_checkpoints(tmp_path, monkeypatch):
+    """MAEs can be fine-tuned; classifiers of both poolings can be evaluated and trained further."""
+    monkeypatch.chdir(tmp_path)
+    mae, fixture = (load(ROOT / f"tests/unit/golden/{x}.pt") for x in ("mae", "finetune_avg"))
+    write_pictures(tmp_path / "ten/train", "abcdefghij", 1)
+    write_pictures(tmp_path / "ten/val", "abcdefghij", 5)
+    words = ["--checkpoint", "x.pth", *TINY[8:], "--epochs", "0", "--data", "ten"]
+    torch.save({"model": mae["state_dict"]}, "x.pth")
+    words += ["--heads", "4"]
+    finetune.main([*words, "--name", "a"])
+    content = train.read_checkpoint("runs/a")
+    encoder = {k: v for k, v in from_released(mae["state_dict"]).items()
+               if k.startswith("encoder.") and "encoder.norm" not in k}
+    assert same({k: content["model"][k] for k in encoder}, encoder)
+    assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
+
+    tuned, split = fixture["state_dict"], train.open_data("ten", (32, 32), settings())[1]
+    for pool, norm in (("token", "norm."), ("avg", "fc_norm.")):
+        state = {name.replace("fc_norm.", norm): x for name, x in tuned.items()}
+        torch.save(state, "x.pth")
+        row = finetune.main("--mode eval --checkpoint x.pth --heads 4 --data ten".split())
+        scores = replay({**fixture, "config": {**fixture["config"], "global_pool": pool},
+                         "state_dict": state, "images": normalize(split.images, MAE),
+                         "labels": split.labels})["pred"]
+        rank = (scores > scores.gather(1, split.labels[:, None])).sum(1)
+        wanted = {f"top{n}": 100 * (rank < n).float().mean().item() for n in (1, 5)}
+        assert row == pytest.approx(wanted) and 0 < row["top5"] < 100
+    finetune.main([*words, "--name", "b"])                 # a head of this size is kept
+    assert same(train.read_checkpoint("runs/b")["model"], from_released(tuned))
+
+
+@pytest.mark.parametrize("mode, words", [
+    ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
+    ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
+def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
+    """A resumed run continues all random numbers, in workers and in the process itself. It does not
+    need the file of --checkpoint."""
+    words = ["--mode", mode, "--epochs", "3", *words.split()]
+    straight, _ = tune(*words, name="straight")
+    with stopping_after_two(monkeypatch):
+        tune(*words, "--patch_size", "4", name="stopped")  # as the encoder has it
+    shutil.rmtree("runs/mae")
+    resumed, _ = tune(*words, "--resume", name="stopped")
+    assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
+
+
+def alike(_, *words):
+    """Run finetune.py, and assert that both processes score images alike."""
+    evaluate = finetune.evaluate
+
+    def compared(score, *inputs):
+        with torch.no_grad():
+            scores = score(torch.arange(3 * 3 * 16 * 16).view(3, 3, 16, 16) % 256)
+        both = [torch.zeros_like(scores) for _ in range(2)]
+        dist.all_gather(both, scores)
+        assert torch.equal(*both)
+        return evaluate(score, *inputs)
+    finetune.evaluate = compared
+    finetune.main([*map(str, words)])
+
+
+def test_two_processes(tune, folder):
+    """Neighbours, training and validation give what one process gives. A probe's BatchNorm sees
+    half a batch in each, but both validate with the saved statistics."""
+    common = ["--data", folder, "--checkpoint", "runs/mae/last.pt", "--workers", "0"]
+    words = [*common, *TINY[8:], "--name", "two"]
+    neighbours = ["--mode", "knn", "--k", "3", "--labels", "0.2"]
+    row, said = tune(*neighbours)[1], together("finetune.py", *common, *neighbours, work=alike)
+    assert f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}" in said
+    together("finetune.py", *words, "--optimizer", "sgd")
+    two, (one, row) = train.read_checkpoint("runs/two"), tune("--optimizer", "sgd")
+    assert same(one["model"], two["model"], atol=1e-6) and one["flags"]["lr"] > 1e-3
+    assert two["history"][-1]["top1"] == pytest.approx(row["top1"], abs=1e-3)
+    together("finetune.py", *words, "--mode", "linear", "--overwrite", work=alike)
+    assert train.read_checkpoint("runs/two")["config"]["probe"]

@@ -1,0 +1,61 @@
+"""What is special to HyperMAE: coordinates and features as in MINR, a layer that is predicted, and
+blocks that encoder and Feat2W share. (tests/lib/references.py checks the modulated MLP.)"""
+
+import pytest
+import torch
+
+import hypermae
+import minr
+from hypermae import HyperMAE
+from tests.unit.test_methods import build, images_and_noise
+from train import method_arguments
+
+
+def test_minr_has_the_same_coordinates_and_features():
+    """Both files define these functions: a change of one must be made in the other."""
+    coords = hypermae.grid_coords((5, 7))
+    assert torch.equal(coords, minr.grid_coords((5, 7)))
+    assert torch.allclose(coords.view(5, 7, 2)[3, 4], torch.tensor([0.4, 2 / 7]))
+    for dim, sigma in ((4, 8.0), (10, 300.0)):
+        ours, theirs = (module.fourier_features(coords, dim, sigma) for module in (hypermae, minr))
+        assert ours.shape == (35, 2 * dim) and torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_on", ["masked", "all"])
+def test_coordinates(loss_on, spy):
+    """Coordinates are row and column of the predicted patches, in a grid of 4 x 6. They are float32
+    even under autocast: at 1,024 periods per image, bfloat16 would make them noise."""
+    seen = spy(HyperMAE, "decode", lambda self, coords, M: coords)
+    dtypes = spy(hypermae, "fourier_features", lambda coords, dim, sigma: coords.dtype)
+    model, (images, noise) = build("hypermae", loss_on=loss_on), images_and_noise()
+    ids_keep, ids_mask, _ = model.encoder.mask(images, noise, 0.75)
+    every = torch.cat([ids_keep, ids_mask], dim=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images, noise)
+        model.reconstruct(images, noise)
+    assert {*dtypes} == {torch.float32}
+    for coords, ids in zip(seen, (ids_mask if loss_on == "masked" else every, every)):
+        wanted = torch.stack([(2 * (ids // 6) + 1) / 4 - 1, (2 * (ids % 6) + 1) / 6 - 1], dim=2)
+        assert torch.allclose(coords, wanted)
+
+
+def test_shared_blocks():
+    """The encoder keeps its blocks, and Feat2W has the others. Weight tokens enter at the first
+    shared block, where visible tokens attend to them."""
+    for shared in (0, 1, 2):
+        model = build("hypermae", shared_blocks=shared, depth=4)
+        images, noise = images_and_noise()
+        assert (len(model.encoder.blocks), len(model.feat2w_blocks)) == (4, 2 - shared)
+        ids_keep = model.encoder.mask(images, noise, 0.75)[0]
+        x = model.encoder.feature_maps(model.encoder.embed(images, ids_keep))[4 - shared]
+        x = torch.cat([x, model.weight_tokens.expand(3, -1, -1)], dim=1)
+        for block in [*model.encoder.blocks[4 - shared:], *model.feat2w_blocks]:
+            x = block(x)
+        M = model.T @ model.proj(x[:, -3:])
+        assert torch.allclose(model.encode(images, ids_keep), M, atol=1e-6)
+
+
+def test_defaults_of_the_release():
+    """Defaults that the paper does not give are the release's. Targets are normalised (item 6)."""
+    wanted = dict(norm_pix_loss=True, pe_dim=128, pe_sigma=1024.0, out_bias=0.5, shared_blocks=0)
+    assert wanted.items() <= method_arguments(HyperMAE).items()

@@ -1,0 +1,601 @@
+"""Tests of every method in train.METHODS, including your own: its interface, that it learns, that
+masked pixels do not leak. Some are for the five methods only: recipes, that each option does
+something. (What is special to one method has a file of its own.)"""
+
+import copy
+import math
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import finetune
+import train
+from tests.unit.conftest import TINY, same, settings, together
+from train import METHODS, method_arguments
+from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
+                 unpatchify)
+
+SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
+             mask_ratio=0.75)
+DECODER = dict(decoder_dim=16, decoder_depth=2, decoder_heads=2)
+TEACHER = dict(dim=12, depth=1, heads=2)
+BASE = defaultdict(dict, {  # arguments that keep the models small
+    "mae": DECODER,
+    "crossmae": DECODER,
+    "hypermae": dict(n_weight_tokens=3, feat2w_depth=2, mlp_depth=4, hidden_dim=12, pe_dim=8,
+                     pe_sigma=4.0),
+    "minr": dict(hidden_dim=8, groups=4, ff_dim=4, ff_sigma=4.0, mlp_depth=4),
+    "imae": DECODER,
+})
+DECODER_OPTIONS = [dict(norm_pix_loss=False), dict(decoder_dim=32), dict(decoder_depth=1),
+                   dict(decoder_heads=4)]
+OPTIONS = {  # every one of a method's own arguments, and some of the encoder's
+    "mae": DECODER_OPTIONS,
+    "crossmae": [*DECODER_OPTIONS, dict(prediction_ratio=0.25), dict(feature_maps="last"),
+                 dict(feature_maps=(1,)), dict(include_input=False), dict(self_attention=True),
+                 dict(softmax_weights=True), dict(project_maps=True)],
+    "hypermae": [dict(norm_pix_loss=False), dict(n_weight_tokens=5), dict(feat2w_depth=1),
+                 dict(shared_blocks=1), dict(shared_blocks=2), dict(mlp_depth=5),
+                 dict(hidden_dim=8), dict(modulated_layer=0), dict(modulated_layer=2),
+                 dict(pe_dim=12), dict(pe_sigma=2.0), dict(out_bias=0.0), dict(relu_around_m=True),
+                 dict(relu_around_m=True, modulated_layer=0), dict(loss_on="all")],
+    "minr": [dict(hypernetwork="transinr"), dict(modulated_layers=(0, 2)), dict(mlp_depth=3),
+             dict(hypernetwork="transinr", modulated_layers=(2,)), dict(hidden_dim=12),
+             dict(groups=3), dict(ff_dim=8), dict(ff_sigma=2.0), dict(out_bias=0.0),
+             dict(loss_on="masked"), dict(coord_jitter=True), dict(pixel_fraction=0.3),
+             dict(encode_visible_only=True)],
+    "imae": [dict(norm_pix_loss=True), *DECODER_OPTIONS[1:], dict(branches=1), dict(beta=0.2),
+             dict(alpha=0.3), dict(teacher=TEACHER), dict(teacher=TEACHER, distill_weight=0.5)],
+}
+SHARED = [{}, dict(mask_ratio=0.95), dict(in_chans=5, patch_size=(4, 8))]     # 1 of 24 is visible
+LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images of noise
+          "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
+for name, cls in METHODS.items():
+    if name not in OPTIONS:                                # your own: sizes like its template's
+        own = method_arguments(cls)
+        BASE[name] = {k: v for k, v in cls.low_res_config.items() if k in own}
+        for other in OPTIONS:
+            if method_arguments(METHODS[other]).keys() <= own.keys():
+                BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
+CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS.get(name, [])]
+PIXELS = [name for name in METHODS if getattr(METHODS[name], "reconstruct", None)]
+FORKS = [name for name in METHODS if name not in OPTIONS]
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    return METHODS[name](**{**SMALL, **BASE[name], **options})
+
+
+def images_and_noise(B=3, C=3, L=24):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(B, C, 16, 24, generator=g), torch.rand(B, L, generator=g)
+
+
+def inputs_of(model):
+    return images_and_noise(C=model.encoder.in_chans, L=model.encoder.num_patches)
+
+
+def extra_inputs(model, images, alpha=0.3):
+    """Return what forward gets besides images and noise: fixed partners and weight, or views."""
+    pairs = getattr(model, "pairs", False)
+    return {False: (), True: (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
+
+
+def loss_of(model, images, noise):
+    """Return the loss of these arguments."""
+    return model(images, noise, *extra_inputs(model, images))[0]
+
+
+methods = pytest.mark.parametrize("name", METHODS)
+cases = pytest.mark.parametrize("name, options", CASES)
+
+
+@cases
+def test_every_trainable_parameter_gets_a_gradient(name, options):
+    model = build(name, **options)
+    loss, metrics = model(inputs_of(model)[0])
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.ndim == 0
+    assert not any(value.requires_grad or value.ndim for value in metrics.values()), (
+        "metrics are 0-dim and detached")
+    assert metrics["loss"] == loss
+    dead = [n for n, p in model.named_parameters() if p.requires_grad and (
+        p.grad is None or not p.grad.any() or not p.grad.isfinite().all())]
+    assert dead == []
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    wrong = sorted(n for n in frozen if not n.startswith("teacher.")
+                   and not n.endswith("pos_embed"))
+    assert not wrong, f"a frozen copy must be called teacher; frozen: {wrong[0]}, ..."
+
+
+@cases
+def test_on_a_gpu_that_does_not_exist(name, options):
+    """On fake tensors, everything is on one device, and nothing waits for a value."""
+    try:
+        with FakeTensorMode():
+            torch.zeros(2, device="cuda")[torch.zeros(1, dtype=torch.long, device="cuda")]
+    except RuntimeError:                                   # torch 2.6
+        pytest.skip("this torch cannot index fake tensors on a GPU without its driver")
+    needs_two = {"feature_maps", "shared_blocks"} & options.keys()
+    model = build(name, depth=2 if needs_two else 1, **options)
+    images, noise = inputs_of(model)
+    inputs = [images, noise, *extra_inputs(model, images, alpha=torch.rand(3))]
+    state, mode = model.state_dict(), FakeTensorMode()
+    with mode:
+        state = {k: mode.from_tensor(v).cuda() for k, v in state.items()}
+        inputs = tuple(mode.from_tensor(x).cuda() for x in inputs)
+        loss, metrics = torch.func.functional_call(model, state, inputs)
+        assert all(x.is_cuda for x in (loss, *metrics.values()))
+
+
+def test_a_step_waits_for_nothing():
+    """A training step runs on the device "meta", whose tensors have no values."""
+    model, inputs = build("mae").to("meta"), [x[:2].to("meta") for x in images_and_noise()]
+    args = settings(accum=2, clip_grad=1, same_draws=True)
+    train.train_step(model, torch.optim.AdamW(model.parameters()),
+                     torch.amp.GradScaler("cpu", enabled=False), inputs, 0, args)
+    with pytest.raises(RuntimeError, match="item"):
+        model.encoder.cls_token.sum().item()
+
+
+@pytest.mark.parametrize("name", PIXELS)
+def test_noise_and_masks(name):
+    """Noise None draws a new mask each time. Noise only decides which patches are visible, so a
+    bool mask (True = masked) of the same patches gives the same results. A bool mask with another
+    number of visible patches is refused; zeros and ones of another dtype are noise."""
+    model, (images, noise), losses = build(name), images_and_noise(), []
+    for draw in (lambda: None, lambda: mask_noise("random", 3, model.encoder.grid)):
+        torch.manual_seed(2)
+        losses.append(loss_of(model, images, draw()))
+    assert losses[0] == losses[1] and model(images)[0] != model(images)[0]
+
+    loss, (decoded, mask) = loss_of(model, images, noise), model.reconstruct(images, noise)
+    for equivalent in (mask.bool(), mask):
+        assert torch.allclose(loss, loss_of(model, images, equivalent), atol=1e-6)
+        again = model.reconstruct(images, equivalent)
+        assert torch.allclose(decoded, again[0], atol=1e-5) and torch.equal(mask, again[1])
+    wrong = mask.clone()
+    wrong[2, wrong[2].nonzero()[-1]] = 0                   # one more is visible
+    for call in (model, model.reconstruct):
+        with pytest.raises(ValueError, match="leaves 7 of 24 patches visible, .* requires 6"):
+            call(images, wrong.bool())
+        call(images, wrong)
+    assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3
+    assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_export_takes_any_batch(name):
+    """Encoder, decoder and pasting, exported with two images, give the same results for five."""
+    model, inputs = build(name), images_and_noise(5)
+    model.forward, batch = model.reconstruct, {0: torch.export.Dim("batch", max=2 ** 20)}
+    program = torch.export.export(model, tuple(x[:2] for x in inputs), strict=False,
+                                  dynamic_shapes=[batch, batch])
+    assert all(torch.allclose(*pair, atol=1e-5)
+               for pair in zip(model(*inputs), program.module()(*inputs)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_argument_is_tested(name):
+    tried = {argument for options in SHARED + OPTIONS[name] for argument in options}
+    missing = method_arguments(METHODS[name]).keys() - tried
+    assert not missing, f"OPTIONS[{name!r}] has no values of {missing}"
+
+
+@pytest.mark.parametrize("name, options", [(n, o) for n, o in CASES if o and "in_chans" not in o])
+def test_each_option_changes_what_it_names(name, options):
+    """The loss differs although all parameters that both models have are equal."""
+    base, model = build(name), build(name, **options)
+    shapes, own_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (base, model))
+    images, noise = images_and_noise()
+    model.load_state_dict({k: v for k, v in base.state_dict().items()
+                           if own_shapes.get(k) == shapes[k]}, strict=False)
+    losses = []
+    for m in (base, model):
+        torch.manual_seed(0)                               # seeds the model's own random draws
+        losses.append(m(images, noise)[0])
+    assert (losses[0] - losses[1]).abs() > 1e-6
+
+
+@pytest.mark.parametrize("name, options", [case for case in CASES if case[0] in PIXELS])
+def test_no_leak_from_masked_pixels(name, options):
+    """Predictions depend on visible pixels only, with leak_free: otherwise, norm_pix_loss uses the
+    true patch's mean and variance. Visible patches are also predicted."""
+    model = build(name, **options)
+    images, noise = inputs_of(model)
+    masked = model.encoder.pixels_of(model.encoder.mask(images, noise, model.mask_ratio)[2]).bool()
+    others = images, images + masked * torch.randn(images.shape), images + ~masked
+    unchanged, masked_changed, visible_changed = (
+        model.reconstruct(x, noise, leak_free=True)[0] for x in others)
+    assert torch.equal(unchanged, masked_changed), (
+        "masked pixels change the prediction, or noise does not decide what is masked")
+    assert not torch.allclose(unchanged, visible_changed), "visible pixels do not change it"
+    assert unchanged.shape == images.shape
+    assert (unchanged - images)[(~masked).expand_as(images)].abs().mean() > 0.1, (
+        "visible patches are copied; reconstruct must predict them")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in PIXELS])
+def test_the_student_sees_only_visible_patches(name):
+    """Without pixels to compare: masked patches that the encoder embeds do not change the loss."""
+    model, (images, noise), seen = build(name), images_and_noise(), []
+
+    def watch(_, inputs):
+        seen.append(inputs[0].detach().requires_grad_(torch.is_grad_enabled()))
+        return seen[-1]
+    model.encoder.patch_embed.register_forward_pre_hook(watch)
+    loss_of(model, images, noise).backward()
+    masked = model.encoder.mask(images, noise, model.mask_ratio)[2].bool()     # (B, L)
+    patches = patchify(images, 4)
+    for x in seen:                                         # not views, and not only visible patches
+        if x.shape == patches.shape and torch.equal(x, patches) and x.grad is not None:
+            assert not x.grad[masked].any(), "the student sees masked patches"
+
+
+def misplacement(model, images, noise):
+    """Return the largest mean change of the prediction one, two ... places after a changed visible
+    patch, relative to the change of its own prediction."""
+    ids_keep, _, mask = model.encoder.mask(images, noise, model.mask_ratio)
+    p, grid, L = model.encoder.patch_size, model.encoder.grid, mask.shape[1]
+    base, changes = patchify(model.reconstruct(images, noise, leak_free=True)[0], p), []
+    for j in range(ids_keep.shape[1]):                     # the j-th visible patch of each image
+        there = F.one_hot(ids_keep[:, j], L).float()       # (B, L)
+        bump = unpatchify(there[..., None].expand(-1, -1, math.prod(p) * images.shape[1]), p, grid)
+        changed = patchify(model.reconstruct(images + 0.1 * bump, noise, leak_free=True)[0], p)
+        change = (changed - base).square().mean(2).sqrt()  # (B, L)
+        shifted = (ids_keep[:, j, None] + torch.arange(L)) % L
+        changes.append(change.gather(1, shifted))          # its own patch first
+    changes = torch.cat(changes).mean(0)
+    return (changes[1:].max() / changes[0]).item()
+
+
+@pytest.mark.parametrize("name", [
+    name for name in PIXELS if name not in ("crossmae", "hypermae", "minr")])
+def test_each_prediction_is_in_its_place(name):
+    """A patch changes its own prediction most, unless, for example, the class token is not dropped.
+    The three methods left out have no tokens of visible patches in the decoder: there a patch
+    changes all predictions alike. (For them see test_loss_is_the_mean_over_patches.)"""
+    model, (images, noise) = build(name), images_and_noise(24)
+    assert misplacement(model, images, noise) < 1.5, "predictions belong to other patches"
+
+
+@pytest.mark.parametrize("name, options", [
+    *[(n, dict(norm_pix_loss=norm)) for n in ("mae", "crossmae", "hypermae") for norm in (0, 1)],
+    ("crossmae", dict(self_attention=True)), ("hypermae", dict(loss_on="all")),
+    *[("minr", dict(loss_on=where, hypernetwork=kind)) for where in ("all", "masked")
+      for kind in ("ginr", "transinr")]])
+def test_loss_is_the_mean_over_patches(name, options):
+    """The loss is the mean over masked patches or, with loss_on, over all patches."""
+    model, (images, noise) = build(name, **options), images_and_noise()
+    (decoded, mask), target = model.reconstruct(images, noise), patchify(images, 4)
+    pred = patchify(decoded, 4)
+    if getattr(model, "norm_pix_loss", False):             # in the space of the loss
+        target, mean, std = normalize_patches(target)
+        pred = (pred - mean) / std
+    error = pred - target
+    if options.get("loss_on") != "all":
+        error = error[mask.bool()]
+    assert torch.allclose(model(images, noise)[0], error.square().mean(), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [
+    n for n in OPTIONS if "norm_pix_loss" in method_arguments(METHODS[n])])
+def test_leak_free(name):
+    """A normalised prediction gets the mean and variance of the true patch or, if leak_free, of all
+    visible pixels."""
+    images, noise = images_and_noise()
+    for normalized in (False, True):
+        model, patches = build(name, norm_pix_loss=normalized), patchify(images, 4)
+        (leaky, mask), (free, _) = (model.reconstruct(images, noise, leak_free=f) for f in (0, 1))
+        leaky, free = patchify(leaky, 4), patchify(free, 4)
+        _, mean, std = normalize_patches(patches)
+        _, visible_mean, visible_std = normalize_patches(patches[mask == 0].view(3, 1, -1))
+        wanted = (leaky - mean) / std * visible_std + visible_mean if normalized else leaky
+        assert torch.allclose(free, wanted, atol=1e-4)
+
+
+@methods
+def test_one_batch_overfits(name):
+    model = build(name, dim=32, **LARGER.get(name, {}))
+    images, noise = images_and_noise(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    first = loss_of(model, images, noise).item()
+    for _ in range(300):
+        loss = loss_of(model, images, noise)
+        if loss < 0.4 * first:                             # an L1 loss also gets there
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    pytest.fail(f"the loss of one batch fell only from {first:.2f} to {loss:.2f}: forward is "
+                f"wrong, or the loss is one that falls slowly (L1, say) or not to 0 (cross-entropy "
+                f"with soft targets: take KL), or the sizes do not suit (BASE and LARGER here)")
+
+
+@pytest.mark.parametrize("name, options", [
+    *[(n, {}) for n in PIXELS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
+def test_a_call_changes_nothing(name, options):
+    """A call changes no buffers and no attributes. The loss is float32 under autocast and, for the
+    five methods, even if the model is in bfloat16. (In float64, it is float64.)"""
+    model, (images, noise) = build(name, **options).eval(), images_and_noise()
+    state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
+    loss = loss_of(model, images, noise)
+    model.reconstruct(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = loss_of(model, images, noise)
+    assert rounded.dtype == torch.float32 and abs(loss - rounded) < 0.05
+    assert {*vars(model)} == names and torch.equal(loss, loss_of(model, images, noise))
+    assert same(model.state_dict(), state)
+    decoded = model.reconstruct(images, noise)[0]
+    assert name not in OPTIONS or not decoded.requires_grad
+    for dtype, off in ((torch.bfloat16, 0.1), (torch.float64, 1e-5)) if name in OPTIONS else ():
+        other, x = copy.deepcopy(model).to(dtype), images.to(dtype)
+        rounded, again = loss_of(other, x, noise), other.reconstruct(x, noise)[0]
+        assert rounded.dtype == torch.promote_types(dtype, torch.float32)
+        assert again.dtype == torch.float32 and abs(loss - rounded) < off
+        assert (decoded - again).abs().mean() < off
+
+
+IMPOSSIBLE = {  # the message names the first one
+    "crossmae": [dict(prediction_ratio=0.9), dict(prediction_ratio=1e-17), dict(feature_maps=(0,)),
+                 dict(feature_maps="last", softmax_weights=True), dict(decoder_heads=0),
+                 dict(project_maps=True, feature_maps="last"), dict(decoder_depth=0)],
+    "hypermae": [dict(modulated_layer=3), dict(feat2w_depth=0), dict(pe_dim=7),
+                 dict(shared_blocks=3, depth=4), dict(n_weight_tokens=0), dict(loss_on="some")],
+    "minr": [dict(hypernetwork="inr"), dict(pixel_fraction=0.0), dict(ff_dim=3),
+             dict(modulated_layers=(4,)), dict(groups=3, hypernetwork="transinr"), dict(groups=0)],
+    "imae": [dict(branches=3), dict(beta=0.0), dict(alpha=1.1), dict(distill_weight=1.0)],
+}
+
+
+@pytest.mark.parametrize("name, options", [
+    *[(n, options) for n in IMPOSSIBLE for options in IMPOSSIBLE[n]],
+    *[(n, options) for n in METHODS
+      for options in (dict(heads=3), dict(heads=0), dict(img_size=30), dict(mask_ratio=0.99))]])
+def test_impossible_options(name, options):
+    """The constructor refuses impossible options, the first call an impossible mask ratio."""
+    argument = next(iter(options)).removeprefix("decoder_")
+    with pytest.raises(InputError, match=argument):
+        build(name, **options)(images_and_noise()[0])
+
+
+def flags(options):
+    """Return options as command-line arguments."""
+    words = [([f"--{k}" if v else f"--no-{k}"] if isinstance(v, bool) else [f"--{k}", str(v)])
+             for k, v in options.items()]
+    return [word for pair in words for word in pair]
+
+
+def data_for(name, folder):
+    """Return --data for a method: the folder, or a file of tensors unless it takes RGB images."""
+    cls = METHODS[name]
+    if len(cls.mean) == 3:
+        return str(folder)
+    *parts, _ = train.open_data(str(folder), (16, 24), settings())
+    ids = [c % 3 for c in range(len(cls.mean))]
+    torch.save({part: (data.images[:, ids], data.labels, data.classes)
+                for part, data in zip(("train", "val"), parts)}, "images.pt")
+    return "images.pt"
+
+
+@methods
+def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
+    """train.py writes a run, load_model returns its model, and finetune.py takes its encoder. The
+    nearest neighbour's accuracy equals one computed by hand."""
+    data = data_for(name, folder)
+    content = pretrain("--method", name, "--img_size", "16,24", "--data", data, name=name,
+                       own=flags(BASE[name]))
+    assert all(math.isfinite(v) for v in content["history"][1].values())
+    model = train.load_model(f"runs/{name}/last.pt")
+    assert isinstance(model, METHODS[name]) and not model.training
+    assert same(model.state_dict(), content["model"])
+
+    words = ["--checkpoint", f"runs/{name}/last.pt", "--workers", "0"]
+    row, features = finetune.main([*words, "--mode", "knn", "--k", "1"]), []
+    splits = train.open_data(data, (16, 24), settings())[:2]
+    for split in splits:
+        tokens = model.encoder(normalize(split.images, model))
+        patches, extra = tokens[:, 1:25], tokens[:, 25:]
+        read = extra.flatten(1) if extra.shape[1] else patches.mean(1)
+        features.append(F.normalize(read, dim=1))
+    nearest = (features[1] @ features[0].T).argmax(1)
+    right = splits[0].labels[nearest] == splits[1].labels
+    assert row["top1"] == pytest.approx(100 * right.float().mean().item())
+    assert "newly initialised" not in capsys.readouterr().out          # not even a norm
+
+
+@methods
+def test_what_finetuning_reads_is_trained(name):
+    """The tokens that finetune.py pools by default get a gradient of the pretraining loss after the
+    last block."""
+    model, (images, noise) = build(name), images_and_noise()
+    extra = count_extra_tokens(model.state_dict())
+    pool = getattr(METHODS[name], "pool", finetune.default_pool(extra, 16))
+    tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
+                                pool=pool)
+
+    def gradients(encoder, value_of):
+        """Return whether class, patch and extra tokens after the last block change value_of()."""
+        left = []
+        hook = encoder.blocks[-1].register_forward_hook(lambda *call: left.append(call[2]))
+        value = value_of()
+        hook.remove()
+        grad = torch.autograd.grad(value, left[0])[0].abs().amax((0, 2))
+        parts = grad.split([1, len(grad) - 1 - extra, extra])
+        return [bool(part.numel() and part.max() > 0) for part in parts]
+    read = gradients(tuned.requires_grad_().encoder, lambda: tuned.features(images).square().sum())
+    trained = gradients(model.encoder, lambda: model(images, noise)[0])
+    assert any(read) and all(there for there, is_read in zip(trained, read) if is_read), (
+        "finetune.py pools the patch tokens, but the loss does not reach them after the last "
+        "block. If only the class token is trained, set `pool = \"token\"` in the class")
+
+
+def draws_in_forward(model):
+    """Return whether forward draws random numbers, although it gets noise."""
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(loss_of(model, *inputs_of(model)))
+    return losses[0] != losses[1]
+
+
+def is_mean_over_images(model):
+    """Return whether the loss is the mean of the losses of the batch's halves."""
+    images, noise = images_and_noise(4, C=model.encoder.in_chans)
+    halves = [loss_of(model, x, z) for x, z in zip(images.split(2), noise.split(2))]
+    return torch.allclose(sum(halves) / 2, loss_of(model, images, noise), atol=1e-5)
+
+
+@methods
+def test_the_seed_is_the_run(name, pretrain, folder):
+    """Two runs with one seed are equal, even if one computes its batches in pieces (unless the loss
+    compares the images of a batch)."""
+    words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1",
+             "--data", data_for(name, folder)]
+    if name == "minr":
+        words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
+    model = build(name)
+    whole = not draws_in_forward(model) and not is_mean_over_images(model)
+    a = pretrain(*words, name="a", own=flags(BASE[name]))
+    b = pretrain(*words, "--accum", "1" if whole else "4", name="b", own=flags(BASE[name]))
+    assert a["history"][-1]["loss"] < 1e3, "the loss diverges at --lr 0.1: nothing to compare"
+    assert same(a["model"], b["model"], atol=1e-6), (
+        "--accum 4 changes the run: draws in forward repeat in each piece and process, or forward "
+        "updates a buffer such as a centre (do that in after_step)")
+    assert b["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "after_step")])
+def test_after_step(name, pretrain, folder, monkeypatch):
+    """after_step is called after each optimizer step, with the progress, and changes something."""
+    after_step, calls = METHODS[name].after_step, []
+
+    def watched(self, progress):
+        before = copy.deepcopy([self.state_dict(), {k: v for k, v in vars(self).items()
+                                                    if isinstance(v, (bool, int, float))}])
+        after_step(self, progress)
+        kept = same(before[0], self.state_dict()) and all(vars(self)[k] == before[1][k]
+                                                          for k in before[1])
+        calls.append((progress, not kept))
+    monkeypatch.setattr(METHODS[name], "after_step", watched)
+    pretrain("--method", name, "--accum", "2", "--data", data_for(name, folder), name=name,
+             own=flags(BASE[name]))
+    assert calls, "after_step was never called"
+    assert [progress for progress, _ in calls] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert any(changed for _, changed in calls), "after_step changes nothing"
+    start = pretrain("--method", name, "--epochs", "0", "--data", data_for(name, folder),
+                     name="start", own=flags(BASE[name]))["model"]
+    end = train.read_checkpoint(f"runs/{name}")["model"]
+    teacher = [k for k in start if k.startswith("teacher.") and start[k].is_floating_point()]
+    moved = any(not torch.equal(start[k], end[k]) for k in teacher)
+    assert moved or not teacher, "after_step does not move the teacher"
+
+
+@methods
+def test_init_loads_everything(name, pretrain, folder):
+    """--init of a run of the same method leaves nothing random, also no teacher."""
+    words = ["--method", name, "--epochs", "0", "--data", data_for(name, folder)]
+    a = pretrain(*words, name="a", own=flags(BASE[name]))
+    b = pretrain(*words, "--seed", "1", "--init", "runs/a", name="b", own=flags(BASE[name]))
+    assert same(a["model"], b["model"])
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_your_method_in_two_processes(name, pretrain, folder):
+    """Two processes train like one."""
+    words = ["--method", name, "--data", data_for(name, folder), *TINY, *flags(BASE[name]),
+             "--optimizer", "sgd", "--lr", "0.1"]
+    one = pretrain(*words, name="one", own=[])
+    together("train.py", *words, "--name", "two", "--device", "cpu")
+    two = train.read_checkpoint("runs/two")
+    assert same(one["model"], two["model"], atol=1e-5), (
+        "two processes differ from one: draws in forward repeat in each process, or a loss that "
+        "compares images must gather them (torch.distributed)")
+
+
+@pytest.mark.parametrize("name, tokens", [
+    ("mae", dict(mask_token=0.02)), ("crossmae", dict(mask_token=0.02)),
+    ("imae", dict(mask_token=0.02)), ("hypermae", dict(weight_tokens=0.02, T=0.02)),
+    ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
+def test_initial_weights(name, tokens):
+    """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Positions
+    of encoder and decoder are not trained. Linear layers have zero biases and Xavier-uniform
+    weights, except patch embeddings (test_vit.py), mixing weights (test_crossmae.py) and MINR's
+    to_columns (PyTorch's default)."""
+    decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
+    model = build(name, dim=512, depth=1, **decoder)
+    others = "to_columns", "wfm", "encoder.patch_embed"
+    for token, std in {"encoder.cls_token": 0.02, **tokens}.items():
+        values = model.get_parameter(token).detach()
+        assert values.std() == pytest.approx(std, rel=0.3 if token == "T" else 0.1), token
+        assert values.mean().abs() < 0.5 * std, token
+    assert not [n for n, p in model.named_parameters() if "pos_embed" in n and p.requires_grad]
+    for part, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            assert module.eps == (1e-5 if part.startswith("to_columns") else 1e-6), part
+        elif isinstance(module, nn.Linear) and not part.startswith(others):
+            limit = math.sqrt(6 / sum(module.weight.shape))
+            assert 0.9 * limit < module.weight.abs().max() <= limit, part
+            assert not module.bias.any(), part
+
+
+@pytest.mark.parametrize("name, options, checkpointing", [
+    ("mae", {}, True), ("crossmae", {}, True), ("hypermae", {}, False),
+    ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
+    ("minr", dict(hypernetwork="transinr"), False), ("imae", dict(teacher=TEACHER), False)])
+def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
+    """No graph breaks, and other images, masks and weights alpha need no new graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = build(name, depth=1, **options)
+    args = SimpleNamespace(grad_checkpointing=checkpointing, compile=True, world=1)
+    net = train.wrap(model, args)
+    for seed in range(3):
+        images, noise = (x.roll(seed, 1) for x in images_and_noise())
+        pairs = (images.roll(1, 0), torch.tensor(0.2 + 0.2 * seed)) if name == "imae" else ()
+        losses = []
+        for call in (net, model):
+            torch.manual_seed(seed)
+            losses.append(call(images, noise, *pairs)[0])
+            losses[-1].backward()
+        assert torch.allclose(*losses, atol=1e-6)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_all_blocks_are_checkpointed(spy):
+    blocks = spy(train, "checkpoint", lambda forward, *_, **__: type(forward.__self__).__name__)
+    net = train.wrap(build("crossmae"), settings(grad_checkpointing=True, compile=False))
+    net(*images_and_noise())
+    assert blocks == ["Block"] * 2 + ["CrossBlock"] * 2
+
+
+MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release
+    optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, batch_size=4096,
+    schedule="cosine", warmup_epochs=40, epochs=800, crop=0.2, flip=True)
+
+
+@pytest.mark.parametrize("name, recipe, defaults", [
+    ("mae", MAE_RECIPE, dict(decoder_dim=512, decoder_depth=8, decoder_heads=16)),
+    ("crossmae", MAE_RECIPE, dict(prediction_ratio=0.75, decoder_dim=512, decoder_depth=12,
+                                  decoder_heads=16)),
+    ("hypermae", dict(MAE_RECIPE, epochs=400),             # Tables 12 and 3
+     dict(n_weight_tokens=16, feat2w_depth=4, mlp_depth=6, hidden_dim=256, modulated_layer=1,
+          loss_on="masked")),
+    ("imae", dict(MAE_RECIPE, blr=1e-3),                   # Table 1, ImageNet; the rest is MAE's
+     dict(norm_pix_loss=False, beta=1.0)),
+    ("minr", dict(  # the paper gives none: the release, for Imagenette
+        optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, batch_size=32,
+        schedule="constant", warmup_epochs=0, epochs=400, crop=0.75, flip=True), {})])
+def test_recipes_and_defaults_are_the_papers(name, recipe, defaults):
+    """Defaults are from MAE's Table 1 and CrossMAE's A.6. (test_minr.py has MINR's.)"""
+    assert METHODS[name].recipe == recipe
+    assert {**defaults, "mask_ratio": 0.75}.items() <= method_arguments(METHODS[name]).items()

@@ -1,0 +1,132 @@
+"""The pages: their Python runs, links lead somewhere, commands can run in their order."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision import datasets
+
+import finetune
+import train
+from tests.unit.conftest import DECODER, ROOT, parsed, write_pictures
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
+
+
+def python(page):
+    """Return the pieces of Python of a page."""
+    text = (ROOT / "tests/docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_python(pretrain, folder, monkeypatch):
+    """REFERENCE.md's pieces of Python run in their order. Both scripts read what its loop saves."""
+    pretrain("--epochs", "0", name="mae_shapes")
+    monkeypatch.setattr(datasets, "CIFAR10", lambda root, transform, download: datasets.FakeData(
+        64, (3, 32, 32), transform=transform))
+    words = ["--data", str(folder), "--epochs", "0"]
+    finetune.main(["--checkpoint", "runs/mae_shapes", *words, "--name", "mae_shapes_finetune"])
+    write_pictures(Path("photos"), "x", 1, side=50)
+    Path("photos/x/0.png").rename("photo.jpg")
+    names = {}
+    for piece in python("REFERENCE.md"):
+        exec(piece, names)
+    assert names["name"] in ("a", "b") and names["photo"].shape == (3, 16, 16)
+    rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
+    assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
+    finetune.main(["--checkpoint", "own.pt", *words])
+
+
+def test_forks(pretrain, monkeypatch):
+    """FORKS.md's methods train, and --eval reads those that predict pixels. The first one mixes
+    feature maps by its weights."""
+    names, data = {"__name__": "fork"}, None
+    for piece in python("FORKS.md"):
+        known = {*names}
+        exec(piece, names)
+        cls = [x for key, x in names.items() if key not in known and key.endswith("MAE")
+               and key != "MAE"]
+        if not cls:                                        # it has written a file of images
+            data = ["--data", "nir.pt", "--patch_size", "8"]
+            continue
+        monkeypatch.setitem(train.METHODS, "fork", cls[0])
+        run = pretrain("--method", "fork", *(data or []), "--overwrite", name="fork", own=DECODER)
+        assert run["history"][-1]["loss"] > 0
+        if cls[0].reconstruct:
+            assert train.main(["--eval", "runs/fork", "--mask_ratios", "0.75"])
+    model = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2)
+    images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[3, 1], [0, 2]])        # ids: (B, K)
+    maps = model.encoder.feature_maps(model.encoder.embed(images, ids))
+    mix = sum(w * f for w, f in zip(model.map_weights, maps))
+    assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)
+
+
+def test_a_method_needs_only_its_file_and_vit():
+    """A method imports only vit.py from this project; vit.py imports nothing from it."""
+    methods = ["vit", "mae", "crossmae", "hypermae", "minr", "imae"]
+    own = {*methods, "train", "finetune", "tests"}
+    for name in methods:
+        imported = set()
+        for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {module.name for module in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+        assert {module.split(".")[0] for module in imported} & own <= {"vit"}, name
+
+
+def test_timm(tmp_path, monkeypatch):
+    """SCALE.md's Python gives timm's ViT our weights."""
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(python("SCALE.md")[0], names)
+    x, model, other = torch.randn(2, 3, 224, 224), names["model"], names["vit"]
+    assert (other.forward_features(x) - model.encoder(x)).abs().max() < 1e-5
+    assert train.read_checkpoint("mae_vit_base.pth")["config"]["depth"] == 12
+
+
+def test_commands():
+    """Commands parse and use only runs that earlier ones have made."""
+    runs, shell = set(), "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL))
+    for script, words in re.findall(r"(\w+\.py)(.*?)(?:  #.*)?\n", shell.replace("\\\n", "")):
+        assert {*re.findall(r"runs/(\w+)/last.pt", words)} <= runs
+        args = parsed(script, words.split())
+        if script == "train.py" and not args.eval:
+            name = args.name or f"{args.method}_{Path(args.data or 'shapes').stem}"
+            assert name not in runs, f"two runs are called {name}"
+            runs.add(name)
+    assert runs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links(page):
+    """The links of each page lead to files, and to headings that are there."""
+    text = page.read_text(encoding="utf-8")
+    for link, heading in re.findall(r"""(?:\]\(|src(?:set)?=")((?!http)[^)"#]*)(#[^)"]*)?""", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
+            words = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert heading[1:] in words, link + heading
+
+
+def test_the_papers_tables_as_flags():
+    """Each row of flags, with each of its numbers, is parsed with the command above it."""
+    text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8").replace("\n", " "), 0
+    commands = {}                                          # the last one of each script
+    for italic, row, numbers in re.findall(
+            r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`\*?(?: \(([\d., ]+)\))?", text):
+        script = "finetune.py" if italic else "train.py"
+        if row.startswith(script):
+            commands[script] = row
+        elif not row.startswith("--eval"):
+            row = f"{commands[script]} {row}"
+        for row in [row, *(re.sub(r"[\d.]+$", x, row) for x in numbers.split(", ") if x)]:
+            parsed(script, row.removeprefix(script).split())
+            count += 1
+    assert count > 100

@@ -1,0 +1,369 @@
+"""Shape comments are true: everything runs with sizes that are all different, and each comment such
+as `# (B, 1+K, D)` is compared with the tensors that its line makes. Tests of the tour follow."""
+
+import ast
+import html
+import importlib
+import itertools
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torchvision
+
+import finetune
+import train
+import vit
+from crossmae import CrossMAE
+from hypermae import HyperMAE
+from imae import IMAE
+from mae import MAE
+from minr import MINR
+from tests import analyses, tour
+from tests.unit.conftest import FIVE, ROOT, settings
+from tests.tour import TINY, flatten, letters, main, trace
+from train import center_crop, read_image
+from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
+
+FILES = [str(ROOT / f"{name}.py")
+         for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
+SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=5, heads=4)
+B, L, RATIO = 10, 143, dict(mask_ratio=0.78)
+DECODER = dict(RATIO, decoder_dim=92, decoder_depth=6, decoder_heads=4)
+CROSS = dict(DECODER, decoder_depth=9, prediction_ratio=0.5)
+HYPER = dict(RATIO, n_weight_tokens=14, feat2w_depth=2, mlp_depth=4, hidden_dim=37, pe_dim=22)
+RENDER = dict(RATIO, hidden_dim=74, groups=37, ff_dim=34, mlp_depth=4)
+CASES = [
+    (MAE, [DECODER, dict(DECODER, norm_pix_loss=False)]),
+    (CrossMAE, [CROSS, dict(CROSS, feature_maps="last"), dict(CROSS, project_maps=True),
+                dict(CROSS, feature_maps=(0, 2, 4), softmax_weights=True, self_attention=True)]),
+    (HyperMAE, [HYPER, dict(HYPER, shared_blocks=1), dict(HYPER, loss_on="all"),
+                dict(HYPER, modulated_layer=0, relu_around_m=True)]),
+    (MINR, [dict(RENDER, modulated_layers=(0, 3)), dict(RENDER, hypernetwork="transinr"),
+            dict(RENDER, encode_visible_only=True, loss_on="masked"),
+            dict(RENDER, pixel_fraction=0.3, coord_jitter=True)]),
+    (IMAE, [dict(DECODER, norm_pix_loss=True, teacher=dict(dim=116, depth=1, heads=2)), DECODER])]
+POOLS = [dict(pool="mean"), dict(pool="token"), dict(pool="joined", dim=8, heads=2),
+         dict(pool="extra", extra_tokens=6), dict(pool="joined", extra_tokens=6),
+         dict(probe=True, norm=True)]
+
+LETTERS = {  # what a letter is inside a function, as code; x is its argument
+    "normalize_patches": dict(L="patches.shape[1]", N="patches.shape[2]"),
+    "unpatchify": dict(C="patches.shape[2] // math.prod(pair(patch_size))"),
+    "resize_pos_embed": dict(D="pos_embed.shape[2]", h="grid[0]", w="grid[1]",
+                             L_new="math.prod(new_grid)"),
+    "Attention.forward": dict(N="x.shape[1]", D="x.shape[2]", heads="self.heads"),
+    "Block.forward": dict(N="x.shape[1]", D="x.shape[2]"),
+    "ViT.embed": dict(K="self.num_patches if ids_keep is None else ids_keep.shape[1]",
+                      D="self.dim"),
+    "ViT.add_learned_tokens": dict(K="tokens.shape[1]", D="self.dim"),
+    "ViT.encode": dict(K="tokens.shape[1]", D="self.dim"),
+    "ViT.targets": dict(P="ids.shape[1]"),
+    "ViT.paste_patches": dict(P="ids.shape[1]"),
+    "CrossAttention.forward": dict(P="x.shape[1]", heads="self.heads"),
+    "CrossBlock.forward": dict(P="x.shape[1]"),
+    "CrossMAE.decode": dict(P="ids.shape[1]"),
+    "decoder_attention": dict(heads="mae.decoder_blocks[0].attn.heads"),
+    "HyperMAE.decode": dict(P="coords.shape[1]"),
+    "MINR.modulate": dict(a="74 if i else 68", b="len(bias)", g="counts[i]"),  # as in RENDER
+    "MINR.decode": dict(N="coords.shape[-2]", a_0="2 * self.ff_dim", b_i="len(bias)"),
+    "MINR.forward": dict(N="len(coords)"),
+    "MINR.render_masked": dict(N="len(coords)", H_new="size[0]", W_new="size[1]"),
+    "IMAE.teach": dict(D_m="self.teacher['encoder'].dim"),
+    "ridge_r2": dict(N="len(x_val)", T="x.shape[1]", a="x.shape[2]", b="y.shape[2]"),
+    "evaluate": dict(b="len(images)"),
+    "knn": dict(N="len(train.labels)"),
+    "knn.embed": dict(b="len(images)"),
+    "knn.score": dict(b="len(images)", k="args.k")}
+# the same everywhere (see the top of vit.py), so that their lines need no comment
+NAMES = dict(images="(B, C, H, W)", partners="(B, C, H, W)", noise="(B, L)", mask="(B, L)",
+             ids_keep="(B, K)", ids_mask="(B, M)")
+NOT_SHAPES = {"Sec. 3.4, A.5", "8, 8"}
+
+
+class Sizes(dict):
+    """The size of each letter at a step of a call: the model's, or the function's own."""
+
+    def __init__(self, call, step, sizes):
+        super().__init__(sizes)
+        self.code = LETTERS.get(step.statement.function, {})
+        self.names = {**step.names, **call.inputs}
+        self.update({name: x for name, x in self.names.items() if isinstance(x, int)})
+
+    def __getitem__(self, letter):
+        if letter in self.code:
+            return eval(self.code[letter], globals(), self.names)
+        return super().__getitem__(letter)
+
+
+def shapes_in(comment):
+    """Return the shapes in a comment, [[(axes, each)]]: a list for each alternative ("or"), with a
+    shape for each value; `each` is true if one shape is for all values."""
+    found, end = [], 0
+    for group in re.finditer(r"(?<!\w)\(([^()]*,[^()]*)\)( each)?", comment):   # not in N(0, 1)
+        if group[1] not in NOT_SHAPES:
+            if not found or re.search(r"\b(or|then)\b|;", comment[end:group.start()]):
+                found.append([])
+            axes = [axis.strip().split(" or ") for axis in group[1].split(",") if axis.strip()]
+            found[-1:] = [found[-1] + [(version, bool(group[2]))]
+                          for version in itertools.product(*axes)]
+            end = group.end()
+    return found
+
+
+def number(axis, sizes):
+    """Return the size of an axis, e.g. "1+K" or "2 dim", or None if a letter is unknown. The
+    methods' files write p*p for p*q."""
+    code = axis.replace("'", "_new").replace("p*p", "p*q").replace(" depth", "_depth")
+    try:
+        return eval(re.sub(r"(\d) ?(?=[A-Za-z])", r"\1*", code), {"__builtins__": {}}, sizes)
+    except (NameError, KeyError, SyntaxError):
+        return None
+
+
+def fits(made, shapes, sizes):
+    if len(shapes) == 1 and shapes[0][1] and len(made) > 1:            # each
+        shapes = shapes * len(made)
+    for tensor, (axes, _) in zip(made, shapes):
+        shape = tuple(tensor.shape)
+        if axes[0] == "...":
+            shape, axes = shape[1 - len(axes):], axes[1:]
+        if shape != tuple(number(axis, sizes) for axis in axes):
+            return False
+    return len(made) == len(shapes)
+
+
+def runs():
+    """Yield (work, model, sizes, whether it makes a loss, features or a reconstruction)."""
+    images, noise = torch.rand(B, 3, 55, 91), torch.rand(B, L)
+    for cls, cases in CASES:
+        for options in cases:
+            model, sizes = cls(**SIZES, **options), dict(B=B, **options)
+            yield lambda: cls(**SIZES, **options), model, sizes, False
+            yield lambda: model(images), model, sizes, True
+            yield lambda: model.reconstruct(images, noise), model, sizes, True
+        model, sizes = cls(**SIZES, **cases[0]), dict(B=B, **cases[0])
+        if cls is MAE:
+            yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes, True
+            yield lambda: analyses.decoder_attention(model, images), model, sizes, False
+        elif cls is IMAE:
+            yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes, True
+            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes, False
+            yield lambda: analyses.subordinate_psnr(model, images, 0.3), model, sizes, False
+        elif cls is not HyperMAE:
+            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4), False
+    x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
+    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
+    for kind in ("grid", "block"):
+        yield lambda: mask_noise(kind, B, (11, 13)), model, sizes, True
+    yield lambda: to_released(model), model, sizes, False
+    small = MAE(**{**SIZES, "img_size": (10, 21)}, **DECODER).state_dict()
+    yield lambda: transfer(model, small, (2, 3)), model, sizes, False
+    for options in POOLS:
+        model = finetune.Classifier(**{**SIZES, **options}, classes=12)
+        sizes = dict(B=B, classes=12, width=76)
+        yield lambda: model(images, torch.arange(B)), model, sizes, True
+    args = settings(k=4, eval_images=None)
+    data = train.ImageDataset((255 * images).byte(), torch.arange(B), [*"abcdefghijkl"])
+    yield lambda: finetune.evaluate(finetune.knn(model, data, args, (55, 91)), data, args,
+                                    (55, 91)), model, sizes, False
+
+
+def tensors_of(step):
+    """Return [(name, tensor)] for tensors of two or more axes that a line assigns or returns."""
+    names, values = step.statement.targets, step.values
+    if isinstance(step.statement.node, ast.Return) and not step.statement.only_names:
+        values = values[0] if isinstance(values[0], tuple) else values
+        names = [""] * len(values)
+    elif not isinstance(step.statement.node, (ast.Assign, ast.AugAssign)):
+        return []
+    return [(name, x) for name, x in zip(names, values)
+            if isinstance(x, torch.Tensor) and x.ndim > 1]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return what was seen: `right`, {(line, alternative)} of true comments; `wrong` and `bare`,
+    {line: in words} of wrong comments and missing ones. A line is, e.g., "mae.py:95"."""
+    right, wrong, bare = set(), {}, {}
+    for work, model, sizes, is_path in runs():
+        own = [n for letter, n in letters(model).items() if letter != "P"]
+        assert len({*own}) == len(own), own                # or a comment could be right by chance
+        with torch.no_grad():
+            calls = trace(work, FILES)
+        for call in flatten(calls):
+            before = call.inputs
+            for step in call.steps:
+                s, known = step.statement, Sizes(call, step, {**letters(model), **sizes})
+                file, comments = Path(s.path).name, {**s.above, **s.comments}
+                for i, text in comments.items():
+                    made = [step.parts[i]] if i in step.parts else sum(step.made, [])
+                    fitting = {(f"{file}:{i}", j) for j, shapes in enumerate(shapes_in(text))
+                               if fits(made, shapes, known)}
+                    right |= fitting
+                    if shapes_in(text) and not fitting:
+                        wrong[f"{file}:{i}"] = f"{text} is {[tuple(x.shape) for x in made]}"
+                needs_one = is_path and len(call.steps) > 1 and not any(
+                    shapes_in(text) for text in comments.values())
+                for name, x in tensors_of(step) if needs_one else ():
+                    line, shape = f"{file}:{s.first}", tuple(x.shape)
+                    if name in NAMES and not fits([x], shapes_in(NAMES[name])[0], known):
+                        wrong[line] = f"{name} is {shape}, not {NAMES[name]}"
+                    elif name not in NAMES and getattr(before.get(name), "shape", 0) != shape:
+                        bare[line] = f"{name or 'what it returns'} is {shape}"
+                before = step.names
+    return SimpleNamespace(right=right, wrong=wrong, bare=bare)
+
+
+def none(lines):
+    if lines:
+        pytest.fail("\n".join(f"{line}  {text}" for line, text in lines.items()), pytrace=False)
+
+
+def test_shape_comments_are_true(found):
+    none(found.wrong)
+
+
+def test_lines_that_make_tensors_have_shape_comments(found):
+    """Lines need a comment on the way from images to a loss, features or a reconstruction, except
+    for NAMES, for a name whose shape stays the same, and in functions of one line."""
+    none(found.bare)
+
+
+def test_every_shape_comment_is_tested(found):
+    """Each shape in a comment is that of a tensor in one of the runs."""
+    comments = {f"{Path(path).name}:{i}": text for path in FILES
+                for i, line in enumerate(Path(path).read_text().splitlines(), start=1)
+                for text in re.findall(r"(?<=\s)# .*", line)}
+    stale = {line: f"{text}: shape {j + 1} never occurs" for line, text in comments.items()
+             for j in range(len(shapes_in(text))) if (line, j) not in found.right}
+    none(stale)
+
+
+# ---------------------------------------------------------------------------------------- the page
+def read_page(path):
+    """Return a page's text, and {(file, line): what the line made}. Its tags are closed, its links
+    lead somewhere, and it loads nothing."""
+    page = path.read_text(encoding="utf-8")
+    ids = re.findall(r' id="(.*?)"', page)
+    assert len(ids) == len({*ids}) and "<script" not in page and not re.search('href="[^#]', page)
+    assert {*re.findall(r'(?:href="#|popovertarget=")(.*?)"', page)} <= {*ids}
+    assert all(source.startswith("data:") for source in re.findall(' src="(.*?)"', page))
+    for tag in ("div", "pre", "details", "table", "figure"):
+        assert len(re.findall(rf"<{tag}\b", page)) == page.count(f"</{tag}>"), tag
+    rows = r'title="([\w.]+)"> *(\d+)</i> .*?</pre><div class="made">(.*?)<div>'
+    made = {(file, int(i)): re.sub("<.*?>", "", x) for file, i, x in re.findall(rows, page)}
+    return html.unescape(re.sub("<.*?>", "", page)), made
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_page(name, tmp_path):
+    """A page has the lines of forward with the shapes that they make (CrossMAE's leaves patches
+    out). Links from the diagram and from the paper's order lead to the right lines."""
+    main([name, "--out", str(tmp_path / "x.html")])
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    text, rows = read_page(tmp_path / "x.html")
+    assert len(page) < 1e6 and "last block: attention of the" in text
+    model = train.load_model(ROOT / f"tests/models/{name}.pt")
+    with torch.no_grad():
+        call, = trace(lambda: model(torch.rand(1, 3, 32, 32)), FILES)
+    for step in call.steps:
+        s, made = step.statement, [x for x in sum(step.made, []) if x.ndim]
+        if made and not s.only_names and not isinstance(s.node, ast.For) and name != "crossmae":
+            assert str(tuple(made[0].shape)) in rows[f"{name}.py", s.last]
+    source = (ROOT / f"{name}.py").read_text().splitlines()
+    links = re.findall(rf'<a href="#{name}.py-(\d+)"><text.*?>(\w+)', page)
+    assert len(links) > 5 and all(re.search(rf"\b{x}\b", source[int(i) - 1]) for i, x in links)
+
+
+def test_training_step(tmp_path):
+    """After the step, the loss of the same batch is lower."""
+    main(["train", "--out", str(tmp_path / "x.html")])
+    text, rows = read_page(tmp_path / "x.html")
+    after = re.search(r"norms of changes: mask_token [\d.]+, .* masks is ([\d.]+)", text)
+    lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
+    before, = [rows["mae.py", i].split()[-1] for i, line in lines if " loss = " in line]
+    assert 0 < float(after[1]) < float(before)
+
+
+def test_pictures():
+    """Patches are at their places. So are the weights with which the central one attends to all,
+    averaged over heads."""
+    model, images, shown = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48), []
+    ids_keep, ids_mask, mask = model.encoder.mask(images, torch.rand(1, 96), 0.75)
+    ids, order = dict(ids_keep=ids_keep, ids_mask=ids_mask), torch.cat([ids_keep, ids_mask], dim=1)
+    q, k = torch.randn(2, 1, 4, 97, 20)
+    with patch.object(tour, "png", lambda x, *_: shown.append(x)):
+        patches = patchify(images, 4)[:, ids_mask[0]]
+        tour.picture("", patches, "(B, M, p*p*C)", dict(ids_mask=ids_mask), model)
+        tour.attention(SimpleNamespace(inputs=dict(x=q)), dict(q=q, k=k), ids, model.encoder)
+    masked = model.encoder.pixels_of(mask)[0] > 0
+    wanted = torch.where(masked, denormalize(images, model)[0], tour.GREY)
+    assert torch.allclose(shown[0], wanted)
+    center = 4 * 12 + 6
+    i = order[0].tolist().index(center)
+    weights = (q @ k.mT / 20 ** 0.5).softmax(dim=3)[0].mean(0)[1 + i, None, 1:]
+    wanted = tour.heat(torch.zeros(1, 96).scatter(1, order, weights))
+    wanted[:, 0, center] = torch.tensor([0, 0.3, 1])
+    assert torch.allclose(shown[1], wanted.view(3, 8, 12), atol=1e-4)
+
+
+FORK = '''"""A fork."""
+import torch
+from mae import MAE
+
+class Flipped(MAE):
+    """A fork."""
+    mean, std, pairs = (0.5,), (0.5,), "views"
+    reconstruct = property()                               # raises AttributeError: there is none
+
+    def forward(self, images, noise=None, views=None):
+        """Docstring (A.1)."""
+        # a comment (Sec. 3.2)
+        views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
+        return super().forward(images, noise)
+
+    def decode(self, latent, ids_keep, ids_mask, P):
+        x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
+        return super().decode(x, ids_keep, ids_mask, P)
+'''
+
+
+def test_own_method(tmp_path, monkeypatch):
+    """Your own method, in its own file, needs nothing in tour.py, no `reconstruct` and no three
+    channels; `views` get another crop. What looks like HTML in its code does not become HTML."""
+    (tmp_path / "flipped.py").write_text(FORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    cls = importlib.import_module("flipped").Flipped
+    monkeypatch.setitem(train.METHODS, "flipped", cls)
+    main(["flipped", "--out", str(tmp_path / "a.html")])
+    text, rows = read_page(tmp_path / "a.html")
+    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in text and '<i> "other" & way' in text
+    assert rows["flipped.py", 17].strip() == "(B, 1+K, D) (1, 25, 80)"
+    assert "mae.py, MAE.decode" in text and "views (1, 1, 32, 48)" in text
+    assert "<svg" not in (tmp_path / "a.html").read_text()             # MAE's would be wrong
+    assert [(reference, code) for reference, _, _, code in tour.paper_order(cls)] == [
+        ("Sec. 3.2", "views = views + 0"), ("Appendix A.1", "Flipped.forward"),
+        ("eq. 1", "views = views + 0")]                    # ViT's is another paper's
+
+
+def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
+    """The page shows the given checkpoint and image."""
+    monkeypatch.chdir(tmp_path)
+    config = dict(SIZES, **DECODER)
+    Path("runs/new").mkdir(parents=True)
+    torch.save(dict(method="mae", config=config, model=MAE(**config).state_dict()),
+               "runs/new/last.pt")
+    torchvision.utils.save_image(torch.rand(3, 100, 182), "a.png")
+    seen = []
+    with patch.object(tour, "strip_of", lambda model, inputs, _: seen.append(inputs[0]) or ""):
+        main(["mae", "--checkpoint", "runs/new", "--image", "a.png"])
+    image = 255 * denormalize(seen[0], MAE)[0]
+    assert (image - center_crop(read_image("a.png"), (55, 91), 1).float()).abs().max() <= 1
+    assert "L = 143" in read_page(Path("tour_mae.html"))[0]
+    refused(main, ["crossmae", "--checkpoint", "runs/new"], "is not of method crossmae")
+    refused(main, ["mae", "--image", "none.png"], "none.png")

@@ -1,0 +1,763 @@
+"""The training loop: data, crops, recipes, resumed runs, processes, checkpoints, scores."""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image, ImageOps
+from torchvision.transforms import v2
+
+import finetune
+import train
+from mae import MAE
+from tests.unit.conftest import (DECODER, FIVE, ROOT, TINY, same, settings, stopping_after_two,
+                                 together, write_pictures)
+from tests.unit.golden import load
+from tests.unit.test_methods import BASE, flags
+from vit import denormalize, from_released, pair, patchify
+
+
+def log(name="mae"):
+    return [json.loads(line) for line in open(f"runs/{name}/log.jsonl")]
+
+
+# ------------------------------------------------------------------------------------------- data
+def test_shapes(monkeypatch):
+    (images, labels), again = (train.draw_shapes(40, (24, 32), 3) for _ in range(2))
+    assert images.shape == (40, 3, 24, 32) and images.dtype == torch.uint8
+    assert torch.equal(images, again[0]) and len(labels.bincount().unique()) == 1
+    assert not torch.equal(images, train.draw_shapes(40, (24, 32), 4)[0])
+    monkeypatch.setattr(train, "SHAPES", {"nothing": (0, 1, 40), "disc": (0, 1, 2)})
+    images, labels = train.draw_shapes(40, (24, 32), 3)    # "nothing": only a background
+    assert torch.equal(images.float().std((2, 3)).mean(1) > 30, labels == 1)
+
+
+def test_class_folders_in_memory(folder):
+    part, val, size = train.open_data(str(folder), None, settings())
+    assert part.images.shape == (40, 3, 16, 16) and val.images.shape == (11, 3, 16, 16)
+    assert part.images.dtype == torch.uint8 and size == (16, 16) and part.classes == ["a", "b"]
+    assert part.labels.tolist() == [0] * 20 + [1] * 20
+    red, blue = (x.float().mean((0, 2, 3)) for x in part.images.split(20))
+    assert red[0] > red[2] + 50 and blue[2] > blue[0] + 50
+    a, b = (train.open_data(str(folder), (24, 32), settings(workers=n))[0].images for n in (0, 2))
+    assert a.shape == (40, 3, 24, 32) and a.is_contiguous() and torch.equal(a, b)
+    assert not multiprocessing.active_children()
+
+
+def test_memory_of_a_folder(folder, monkeypatch):
+    """Images stay in memory if they fit, train and val each. So val is the same without train."""
+    for limit, in_memory in ((40, [True, True]), (39, [False, True]), (10, [False, False])):
+        monkeypatch.setattr(train, "MEMORY", limit * 3 * 16 * 16)
+        parts = train.open_data(str(folder), None, settings())[:2]
+        assert [part.in_memory for part in parts] == in_memory
+        val, _ = train.open_data(str(folder), (16, 16), settings(), parts=["val"])
+        assert val.in_memory == in_memory[1]
+
+
+def test_train_images(folder):
+    """--train_images keeps a fixed random part, in memory or as files; all validation images stay.
+    """
+    for side in (16, 8):
+        args = settings(train_images=10)
+        (part, val, _), (again, *_) = (
+            train.open_data(str(folder), (side, side), args) for _ in range(2))
+        assert len(part.images) == len(part.unreadable) == 10 and len(val.labels) == 11
+        images = torch.stack([part.read(i) for i in range(10)])
+        assert torch.equal(images, torch.stack([again.read(i) for i in range(10)]))
+        assert len(images.unique(dim=0)) == 10 and len(part.labels.unique()) == 2
+        assert torch.equal(images.float().mean((2, 3)).argmax(1), 2 * part.labels)  # red or blue
+
+
+def test_tensors(pretrain, refused):
+    """--data FILE.pt takes uint8 images (N,C,H,W) of any memory layout. finetune.py finds them."""
+    images = torch.randint(0, 256, (20, 16, 24, 3), dtype=torch.uint8).movedim(3, 1)
+    parts = {name: (images, torch.arange(20) % 2, ["a", "b"]) for name in ("train", "val")}
+    torch.save(parts, "own.pt")
+    assert pretrain("--data", "own.pt")["config"]["img_size"] == (16, 24)
+    finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
+    assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
+    assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
+    torch.save({**parts, "val": (images.float(), *parts["val"][1:])}, "own.pt")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
+    torch.save({"train": parts["train"]}, "own.pt")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "own.pt must")
+
+
+def names(root):
+    """Return the sets of names of a folder's images for training and for validation."""
+    return [{str(Path(file).relative_to(root)) for file in files}
+            for files, *_ in train.list_folder(root, ("train", "val"))]
+
+
+def test_flat_folder_holds_out_by_name(tmp_path):
+    """About 5% of the images are held out, at least one. More images or another place do not
+    change which."""
+    root, moved = tmp_path / "one", tmp_path / "two"
+    write_pictures(root, "x", 2, side=1)
+    assert [len(part) for part in names(root)] == [1, 1]
+    write_pictures(root, "x", 300, side=1)
+    part, val = names(root)
+    assert len(part) + len(val) == 300 and 5 <= len(val) <= 30 and not part & val
+    write_pictures(root, "y", 300, side=1)
+    assert part < names(root)[0] and val < names(root)[1]
+    part, val = names(root)
+    root.rename(moved)
+    assert names(moved) == [part, val]
+    split, *_ = train.open_data(str(moved), None, settings())
+    assert split.classes == [] and set(split.labels.tolist()) == {-1}
+
+
+def test_what_is_an_image(tmp_path, capsys):
+    """Links are followed, but not in circles, and no image is found twice. What Macs and notebooks
+    leave is passed over. Files of other types are counted in one line."""
+    write_pictures(tmp_path / "data", "ab", 3, side=1)
+    write_pictures(tmp_path / "other", "c", 3, side=1)
+    for link, target in (("a/circle", tmp_path), ("c", tmp_path / "other/c"), ("d", "b")):
+        (tmp_path / "data" / link).symlink_to(target)
+    for name in ("._0.png", ".ipynb_checkpoints/1.png", "__MACOSX/2.png", "A.JPG", "a.heic",
+                 "b.HEIC", "c.gif", ".DS_Store"):
+        (tmp_path / "data/b" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "data/b" / name).touch()
+    found = [os.path.realpath(name) for name in train.find_images(tmp_path / "data")]
+    assert len(found) == len({*found}) == 10 and str(tmp_path / "data/b/A.JPG") in found
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 1 and "3 files" in lines[0] and ".gif .heic" in lines[0]
+
+
+def test_the_size_is_of_a_sample(tmp_path):
+    """Not only the first files set the size. Large images are read from files, at 224 pixels."""
+    for name, n, side, wanted in (("a", 60, 8, (8, 8)), ("b", 9, (40, 24), (40, 24)),
+                                  ("c", 3, 240, (224, 224))):
+        write_pictures(tmp_path, name, n, side=side)
+        split, _, size = train.open_data(str(tmp_path), None, settings())
+        assert size == wanted and split.in_memory == (name != "c")
+    assert train.open_data(str(tmp_path), None, settings(patch_size=(7, 5)))[2] == (224, 220)
+    for i in range(200):                                   # a size that no patch size divides
+        Image.new("RGB", (70, 50)).save(tmp_path / f"{i}.png")
+    size = train.open_data(str(tmp_path), None, settings())[2]
+    assert (size, train.vit_config(settings(), size, {})["patch_size"]) == ((48, 64), (6, 8))
+
+
+def test_images_that_are_nearly_black(tmp_path, capsys):
+    """A note reports nearly black images, e.g. 12-bit values in 16-bit files."""
+    for bright in (31, 32):
+        Image.fromarray(np.full((8, 8), 256 * bright, "uint16")).save(tmp_path / "0.png")
+        shutil.copy(tmp_path / "0.png", tmp_path / "1.png")
+        train.open_data(str(tmp_path), None, settings())
+        assert ("nearly black" in capsys.readouterr().out) == (bright == 31)
+
+
+def test_files(tmp_path):
+    """Images that are read from files, in pieces, are the same with and without workers."""
+    for part in ("train", "val"):
+        write_pictures(tmp_path / part, "ab", 100, side=(12, 24))
+    split, val, size = train.open_data(str(tmp_path), (8, 16), settings())
+    assert size == (8, 16) and split.images.dtype.kind == "S"          # an array, not a list
+    whole = v2.functional.resize(val.read(3), (8, 16), Image.BICUBIC)
+    assert torch.equal(val[0, 3][0], whole)
+    split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
+    ForkingPickler.dumps(split)                            # for workers that are spawned
+    order = torch.randperm(200)
+
+    def draw(workers, seed):
+        keys = train.keys_of(order, seed).split(150)
+        return [*train.load_images(split, keys, settings(workers=workers))]
+    (first, labels), (rest, _) = draw(0, seed=1)
+    assert first.shape == (150, 3, 8, 16) and rest.shape == (50, 3, 8, 16)
+    assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[order[:150]])
+    assert torch.equal(first[149], split[1, order[149].item()][0])
+    (again, _), (more, _) = draw(2, seed=1)
+    assert torch.equal(again, first) and torch.equal(more, rest)
+    assert not multiprocessing.active_children()
+
+
+def test_workers_live_across_epochs(pretrain, spy):
+    """The same workers read the training images of all epochs. Without them the run is the same."""
+    read = spy(train, "DataLoader", lambda data, *_, **__: len(data.images))
+    runs = [pretrain("--img_size", "8", "--workers", n, "--epochs", "3", name=n) for n in "01"]
+    assert read == 2 * [40, 11, 11, 11] and same(*(run["model"] for run in runs))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("crop, low, high", [(0.2, 3 / 4, 4 / 3), (1, 1, 1)])
+def test_crops_of_images_that_are_not_square(crop, low, high):
+    """Random crops are stretched by 3/4 to 4/3; others not. The stretch is measured on ramps."""
+    x, y = torch.arange(192).expand(64, 192), torch.arange(64)[:, None].expand(64, 192)
+    transform = train.crop_transform((16, 48), settings(crop=crop))
+    crops = [transform(torch.stack([x, y]).byte()).float() for _ in range(100)]    # (2, 16, 48)
+    stretch = torch.stack([(c[0, 8, 40] - c[0, 8, 8]) / (c[1, 13, 24] - c[1, 3, 24]) * 10 / 32
+                           for c in crops])
+    assert 0.9 * low < stretch.min() < 1.1 * low and 0.9 * high < stretch.max() < 1.1 * high
+
+
+@pytest.mark.parametrize("side, part", [(200, slice(0, 200)), (224, slice(14, 210))])
+def test_crops_of_validation(side, part):
+    """Small images are validated whole, large ones on the central 7/8. None is distorted."""
+    image = torch.randint(0, 256, (3, side, side + 20), dtype=torch.uint8)
+    middle = v2.functional.resize(image[:, :, 10:-10][:, part, part], (8, 8), Image.BICUBIC)
+    assert torch.equal(train.center_crop(image, (8, 8)), middle)
+
+
+def test_copies_block_except_on_cuda(folder, spy):
+    """Copies that did not block have been seen to give garbage on MPS."""
+    copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
+    split, *_ = train.open_data(str(folder), (8, 8), settings())
+    keys = train.keys_of(torch.arange(8))
+    [*train.load_images(split, keys.split(4), settings(device=torch.device("meta")))]
+    train.METHODS["imae"].draw_alpha(SimpleNamespace(beta=1.0, alpha=None), "meta")
+    assert copies and not any(copies)
+
+
+def test_decoders(tmp_path):
+    """JPEGs equal PIL's to the bit, transparency becomes white, 16 bits are scaled to 8. Names need
+    not be UTF-8."""
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (5, 7, 3), "uint8")).resize((70, 50))
+    deep = rng.integers(0, 65536, (5, 7), "uint16")
+    high = Image.fromarray((deep >> 8).astype("uint8"))
+    swapped = Image.frombytes("I;16B", (7, 5), deep.astype(">u2").tobytes())
+    clear = image.convert("RGBA")
+    clear.putalpha(Image.new("L", image.size, 0))
+    palette = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
+    white = Image.new("RGB", image.size, "white")
+    cases = [(f"{kind}.jpg", image.convert(kind), None, {}) for kind in ("RGB", "L", "CMYK")]
+    cases += [(f"{mode} 狮.png", image.convert(mode), None, {}) for mode in ("L", "LA", "RGBA")]
+    cases += [(f"caf\udce9.{end}", image, None, {}) for end in ("jpg", "png")
+              if sys.platform == "linux"]
+    for turn in range(1, 9):
+        exif = image.getexif()
+        exif[0x0112] = turn
+        cases += [(f"{turn}.{end}", image, None, dict(exif=exif)) for end in ("jpg", "png")]
+    cases += [("point.jpg", image.resize((1, 1)), None, {}), ("a.png", clear, white, {}),
+              ("p.png", palette, palette.convert("RGB"), {}),
+              ("t.png", palette, white, dict(transparency=bytes(4))),
+              ("16.png", Image.fromarray(deep), high, {}), ("16.tif", swapped, high, {}),
+              ("32.tif", Image.fromarray(deep.astype("int32")), high, {}),
+              ("x.bmp", image, image, {}), ("x.webp", image, image, dict(lossless=True))]
+    for name, saved, wanted, more in cases:
+        saved.save(tmp_path / name, **more)
+        wanted = (wanted or ImageOps.exif_transpose(Image.open(tmp_path / name))).convert("RGB")
+        got = train.read_image(str(tmp_path / name))
+        assert got.dtype == torch.uint8, name
+        assert torch.equal(got, v2.functional.pil_to_tensor(wanted)), name
+    image.save(tmp_path / "exif.png", exif=b"Exif\0\0garbage!")          # a broken field
+    assert torch.equal(*(train.read_image(str(tmp_path / x)) for x in ("exif.png", "x.bmp")))
+
+
+class Cifar:
+    """Replaces torchvision's class. A download fails while another one uses the same folder."""
+    classes = ["a", "b"]
+
+    def __init__(self, root, train=True, download=False):
+        if download and not Path(root).is_dir():
+            time.sleep(0.5)
+            Path(root).mkdir()
+        self.data = np.random.default_rng(train).integers(0, 256, (16, 32, 32, 3), "uint8")
+        self.targets = [0, 1] * 8
+
+
+def test_cifar(tmp_path, monkeypatch):
+    """Two processes download once. Images have their channels first, and any size."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
+    together("train.py", "--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32")
+    assert train.read_checkpoint("runs/mae_cifar10")["config"]["img_size"] == (48, 32)
+    images = train.open_data("cifar10", None, settings())[0].images
+    assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
+
+
+# -------------------------------------------------------------------------------- crops of a batch
+def crop(images, crop=1.0, flip=False, seed=0, **more):
+    torch.manual_seed(seed)
+    args = settings(crop=crop, flip=flip, batch_size=len(images) * more.get("world", 1), **more)
+    return train.crop_batch(images, images.shape[2:], args)
+
+
+def test_crops_on_the_device():
+    images = torch.randint(0, 256, (64, 3, 12, 16), dtype=torch.uint8)
+    whole, flipped = crop(images), crop(images, flip=True)
+    assert torch.allclose(whole, images.float(), atol=1e-3)            # no crop, no flip
+    mirrored = (flipped - whole.flip(3)).abs().amax((1, 2, 3)) < 1e-3
+    untouched = (flipped - whole).abs().amax((1, 2, 3)) < 1e-3
+    assert 15 < mirrored.sum() < 49 and (mirrored | untouched).all()
+    half = crop(images[32:], 0.2, True, world=2, rank=1)   # the second of two processes
+    assert torch.equal(half, crop(images, 0.2, True)[32:])
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_crop_statistics_match_torchvision(flip):
+    """Zoom, aspect and place of crops, measured on ramps, match. With flip, half are mirrored."""
+    ramp = torch.linspace(0, 255, 32).expand(3, 32, 32).byte()
+    ramp = torch.stack([ramp[0], ramp[0].T, ramp[0]])      # from the left, from above
+    transform = train.crop_transform((32, 32), settings(crop=0.2, flip=flip))
+    theirs = v2.RandomResizedCrop(32, (0.2, 1))
+    ours = crop(ramp.expand(2000, -1, -1, -1), crop=0.2, flip=flip)
+    streamed, theirs = (torch.stack([f(ramp) for _ in range(2000)]) for f in (transform, theirs))
+
+    def slopes(x):                                         # from the left, from above
+        return x[:, 0, 16, 24] - x[:, 0, 16, 8], x[:, 1, 24, 16] - x[:, 1, 8, 16]
+
+    def statistics(x):                                     # zoom, place, aspect
+        across, down = (slope.abs() for slope in slopes(x.float()))
+        aspect = (across / down).log().quantile(torch.tensor([0.25, 0.75])).diff()
+        place = x[:, 0, 16, 16].float()
+        return [across.mean(), across.std(), place.mean(), place.std(), 100 * aspect]
+    for x in (ours, streamed):
+        assert all((a - b).abs() < 4 for a, b in zip(statistics(x), statistics(theirs)))
+        assert abs((slopes(x.float())[0] < 0).float().mean() - 0.5 * flip) < 0.05
+
+
+# --------------------------------------------------------------------------------------- training
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_learning_rate(pretrain, spy, monkeypatch, schedule):
+    """Each step has the learning rate computed by hand. The log has the last one of each epoch."""
+    monkeypatch.setitem(MAE.recipe, "schedule", schedule)
+    rates = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer.param_groups[0]["lr"])
+    pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5")
+    highest, lowest = 0.096 * 8 / 256, 1e-5
+    wanted = [highest * i / 5 for i in range(5)]           # an epoch of warmup, then two
+    for i in range(10):
+        share = math.cos(math.pi / 2 * i / 10) ** 2 if schedule == "cosine" else 1
+        wanted.append(lowest + (highest - lowest) * share)
+    assert rates == pytest.approx(wanted, rel=1e-9)
+    assert [row["lr"] for row in log()] == pytest.approx(wanted[4::5])
+
+
+@pytest.mark.parametrize("words", ["", "--img_size 8"])
+def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
+    """Each epoch, step and seed has its own masks and crops, of images in memory and in files. All
+    images are alike here."""
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for i in range(16):
+            Image.linear_gradient("L").resize((16, 16)).save(tmp_path / part / f"a/{i}.png")
+    seen = spy(MAE, "forward", lambda self, images, noise: (images.sum((1, 2, 3)), noise[:, 0]))
+    for seed in "01":
+        pretrain("--data", str(tmp_path), "--seed", seed, *words.split(), name=seed)
+    for draws in zip(*seen):                               # of two runs, two epochs, two steps
+        assert len(torch.stack(draws).sort(1)[0].unique(dim=0)) == 8
+        assert len(draws[0].unique()) == 8
+
+
+def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
+    """last.pt is written with every evaluation and by each epoch that ends a minute after the last
+    writing. Here each look at the clock takes three seconds, 13 looks an epoch."""
+    monkeypatch.setattr(train, "perf_counter", itertools.count(1, 3).__next__)
+    written = spy(train, "save", lambda path, content: content["epoch"])
+    pretrain("--epochs", "6", "--eval_every", "4")
+    assert written == [2, 4, 6]
+    assert [row["epoch"] for row in log() if "psnr_masked" in row] == [4, 6]
+
+
+def keys(n, epoch, seed=0, **more):
+    """Return the keys (steps * b, 2) of an epoch on n images."""
+    args = settings(**{"seed": seed, "batch_size": 4, "pairs": False, "same_class": None, **more})
+    split = train.ImageDataset([""] * n, [0] * n, [])
+    return torch.cat([*train.draw_keys(split, [epoch], args)])
+
+
+def test_order_of_images(folder):
+    """Training images are shuffled for each epoch and seed; those that fill no batch are others in
+    each epoch. Validation images have one order."""
+    orders = [keys(10, *which)[:, 1] for which in [(i, 0) for i in range(9)] + [(0, 1)]]
+    assert all(len({*ids.tolist()}) == 8 for ids in orders) and {*torch.cat(orders).tolist()} == {
+        *range(10)}
+    assert len(torch.stack(orders).unique(dim=0)) == 10
+    val = train.open_data(str(folder), None, settings())[1]
+    a, b = (next(train.val_batches(val, settings(), (16, 16), 6))[0] for _ in range(2))
+    assert torch.equal(a, b) and len(a) == 6 and min(a) < 6 <= max(a)  # of both classes
+
+
+def test_crops_of_partners():
+    """Images and their partners are cropped with different seeds, in each epoch with new ones."""
+    seeds = [x for epoch in (0, 1)
+             for x in keys(8, epoch, batch_size=8, pairs=True)[:, 0].chunk(2)]
+    assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
+
+
+@pytest.mark.parametrize("words", ["", "--amp fp16", "--accum 2"])
+def test_clipping(pretrain, words):
+    """A step of SGD with learning rate 1 is as long as the clipped gradient."""
+    words = [*words.split(), "--optimizer", "sgd", "--lr", "1", "--warmup_epochs", "0",
+             "--weight_decay", "0", "--clip_grad", "0.01", "--batch_size", "40", "--epochs"]
+    start, end = (pretrain(*words, n, name=n)["model"] for n in ("0", "1"))
+    step = torch.cat([(end[name] - start[name]).flatten() for name in start])
+    assert step.norm() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_random_numbers_of_pieces_and_processes(spy):
+    """In fine-tuning, pieces and processes draw numbers of their own, e.g. for drop path."""
+    seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
+    for rank in range(2):
+        args = settings(accum=2, clip_grad=0, rank=rank, same_draws=False)
+        train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, args)
+    assert len(seeds) == len({*seeds}) == 4
+
+
+def test_weight_decay_is_not_of_biases_and_norms(pretrain):
+    run = pretrain("--weight_decay", "0.5", "--epochs", "0")
+    decays = [group["weight_decay"] for group in run["optimizer"]["param_groups"]]
+    model = train.load_model("runs/mae")
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    groups = [[trained.pop(p) for p in group["params"]] for group in train.decay_groups(model, 1)]
+    assert decays == [0.5, 0] and not trained              # each is in one of the groups
+    exempt = "bias", "norm.weight", "norm1.weight", "norm2.weight"
+    assert [{name.endswith(exempt) for name in names} for names in groups] == [{False}, {True}]
+
+
+# ---------------------------------------------------------------------------- recipes, flags, help
+@pytest.fixture
+def dry(monkeypatch, tmp_path):
+    """dry(main, words, side) stops before training on n images of this size, and returns the
+    args."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def run(main, words, side, n=50_000):
+        split = train.ImageDataset(torch.zeros(n, 3, 1, 1), [0] * n, ["a", "b"])
+        for module in (train, finetune):
+            monkeypatch.setattr(module, "open_data", lambda *_: (split, split, pair(side)))
+            monkeypatch.setattr(module, "fit", lambda args, *_, **__: seen.append(vars(args)) or {})
+        main(words.split())
+        return seen.pop()
+    return run
+
+
+@pytest.mark.parametrize("words, side, wanted", [
+    ("--size micro", 224, dict(lr=2e-3, decoder_dim=64, warmup_epochs=1, batch_size=64)),
+    ("--size tiny", 64, dict(lr=2e-3, decoder_dim=64, epochs=10, eval_images=1000)),
+    ("--size tiny", 224, dict(lr=1.5e-4 * 4096 / 256, decoder_dim=512, epochs=800)),
+    ("--method imae", 32, dict(crop=1.0, flip=False)),     # as on CIFAR (Table 1)
+    ("--size micro --lr 0.32 --decoder_dim 32", 32, dict(lr=0.32, decoder_dim=32)),
+    ("--method crossmae --prediction_ratio .25", 32, dict(lr=2e-3 / 3, decoder_depth=4)),
+    ("--mode scratch", 224, dict(lr=2e-3, randaug=0, layer_decay=1.0)),
+    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode finetune", 32,
+     dict(lr=2e-3, batch_size=64, layer_decay=0.9, crop=0.85, smoothing=0.1)),
+    ("--mode scratch --size tiny", 32, dict(lr=2e-3 / 3 ** 1.5, randaug=0)),  # 3 times as wide
+    ("--mode scratch --size tiny --blr 0.1", 32, dict(lr=0.1 * 64 / 256)),
+    ("--mode scratch --size tiny", 224, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8))])
+def test_small_images_and_encoders(dry, words, side, wanted):
+    """Small images and encoders have a recipe of their own. Others have the paper's."""
+    found = dry(finetune.main if "--mode" in words else train.main, words, side)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("words, n, batch_size", [
+    ("", 50_000, 64), ("", 639, 32), ("", 9, 2), ("--batch_size 64", 120, 64),
+    ("--mode scratch", 50_000, 64), ("--mode scratch", 639, 32)])
+def test_the_default_batch_leaves_ten_steps(dry, words, n, batch_size):
+    main = finetune.main if "--mode" in words else train.main
+    found = dry(main, f"{words} --blr 0.1", 32, n)
+    assert found["batch_size"] == batch_size and found["lr"] == 0.1 * batch_size / 256
+
+
+def test_a_short_run(dry):
+    """A short run scales the recipe's warmup to its epochs, and clamps one that was given."""
+    for words, side, wanted in (
+            ("--epochs 10 --size tiny", 224, 0.5), ("--epochs 0", 32, 0), ("--epochs 3", 32, 0.3),
+            ("--epochs 80", 32, 1), ("--epochs 3 --warmup_epochs 5", 32, 3)):
+        assert dry(train.main, words, side)["warmup_epochs"] == pytest.approx(wanted), words
+
+
+@pytest.mark.parametrize("main, words", [
+    *((train.main, f"--method {name}") for name in train.METHODS), (train.main, "--eval x"),
+    *((finetune.main, f"--mode {mode}") for mode in (*finetune.RECIPES, "knn", "eval"))])
+def test_help(main, words, capsys):
+    """Help shows the defaults of the method's recipe."""
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    cls = train.METHODS.get(words.split()[1])
+    for name, value in {**cls.recipe, **train.method_arguments(cls)}.items() if cls else ():
+        if value is not None and name != "schedule":       # no flag for it
+            assert re.search(rf"--{name}\b.*?\({re.escape(str(value))}", said), name
+
+
+FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
+--crop 1 | --no-flip | --min_lr 1e-3 | --clip_grad 0.01 | --seed 1 | --mask grid | --mask block |
+--epochs 3 | --optimizer adam --weight_decay 0.5 | --optimizer sgd | --train_images 16 |
+--mask_ratio 0.5 | --norm_pix_loss | --decoder_depth 2 | --dim 32 | --depth 1 | --heads 1 |
+--batch_size 16 |
+--img_size 32 | --img_size 32,16 | --patch_size 8 | --amp bf16 | --accum 2 --amp bf16 |
+--epochs 0 | --epochs 0 --seed 1"""
+
+
+def test_flags_do_something(pretrain, monkeypatch):
+    monkeypatch.setattr(train, "save_picture", lambda *_: None)
+    words = [words.split() for words in ["", *FLAGS.split("|")]]
+    runs = [pretrain("--train_images", "24", "--eval_images", "1", "--eval_every", "9", *more,
+                     name=f"{i}") for i, more in enumerate(words)]
+    for i in range(len(runs)):
+        for k in range(i):
+            assert not same(runs[i]["model"], runs[k]["model"]), f"{words[i]} does as {words[k]}"
+
+
+def test_what_changes_nothing(pretrain):
+    """The same seed, checkpointing, a size whose parts are all given, and the number of evaluations
+    change nothing. (For --accum see test_methods.py.)"""
+    plain = pretrain(name="plain")["model"]
+    for words in ("", "--grad_checkpointing", "--size tiny", "--eval_every 2", "--eval_images 1"):
+        assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
+
+
+def test_a_run_leaves_everything(pretrain):
+    content = pretrain("--img_size", "16,24")
+    assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
+    assert [row["epoch"] for row in log()] == [1, 2] and content["history"] == log()
+    assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
+    assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
+    assert content["mean"] == MAE.mean
+
+
+@pytest.mark.parametrize("channels, shown", [(2, [0]), (4, [0, 1, 2])])
+def test_pictures(tmp_path, channels, shown):
+    """Pictures have the first three channels or the first one, below the columns' titles."""
+    columns = {name: torch.rand(2, channels, 129, 40) for name in ("one", "two")}
+    train.save_picture(columns, tmp_path / "x.png")
+    picture = v2.functional.pil_to_tensor(Image.open(tmp_path / "x.png"))
+    cell = picture[:, 32:161, 44:84]                       # the first row of the second column
+    assert torch.equal(cell, columns["two"][0, shown].expand(3, -1, -1).mul(255).byte())
+
+
+def test_a_run_learns(pretrain):
+    first, *_, last = pretrain("--epochs", "7", "--lr", "2e-3")["history"]
+    assert last["loss"] < 0.9 * first["loss"] and last["psnr_masked"] > first["psnr_masked"] + 0.5
+
+
+def patched(_, *words):
+    """Do as `python train.py ...` with what a test has patched."""
+    torch.compile = partial(torch.compile, backend="eager")        # only in this process
+    train.main([*map(str, words)])
+
+
+@pytest.mark.parametrize("processes, method, more", [
+    (3, "mae", []), *((2, name, []) for name in FIVE if name not in ("mae", "imae")),
+    (2, "imae", ["--compile"])])                           # without it: test_imae.py
+def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, method, more):
+    """Processes divide the same images, crops and masks, and end with the same weights. The
+    optimizer is SGD because Adam turns rounding errors into full steps where a gradient is zero,
+    e.g. of a key's bias. A batch of 12 does not divide the 40 images. Validation has 11. Images
+    that just fit into memory stay there, however many processes there are."""
+    words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
+             "--img_size", "16,24", "--method", method, *flags(BASE[method])]
+    words += ["--pixel_fraction", "0.5"] if method == "minr" else []
+    if processes == 3:                                     # one gets no image to validate on
+        words += ["--eval_images", "2", "--img_size", "8,12"]          # in files
+    monkeypatch.setattr(train, "MEMORY", 40 * 3 * 16 * 24)
+    one = pretrain(*words, name="one", own=[])
+    said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
+                    processes=processes, work=patched)
+    two = train.read_checkpoint("runs/two")
+    assert ("in memory" in said) == (processes == 2)
+    assert same(one["model"], two["model"], atol=1e-6)
+    assert said.count("epoch 2:") == 1                     # only one process prints
+    assert "Warning" not in Path("err").read_text()
+    for a, b in zip(one["history"], two["history"]):       # 11 images, none twice
+        for name in ("loss", "psnr_masked", "psnr_image", "psnr_decoded"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4)
+
+
+def test_resuming(pretrain, folder, capsys):
+    """A resumed run has the settings given now, and prints what changed. It has the log and weights
+    of one that never stopped, wherever its data is."""
+    first = pretrain("--resume")
+    assert "nothing to resume" in capsys.readouterr().out
+    for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
+        again = pretrain("--resume", *words)
+        assert same(first["model"], again["model"]) and again["history"] == log()
+    moved = shutil.copytree(folder, Path("moved", "other"))
+    capsys.readouterr()
+    other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6",
+                     "--data", str(moved))
+    said = capsys.readouterr().out
+    assert "resumed after epoch 2 of 3\n" in said and other["epoch"] == 3
+    assert {*re.findall(r"note +(\w+) changed ", said)} == {
+        "epochs", "weight_decay", "betas", "data"}
+    group = other["optimizer"]["param_groups"][0]
+    assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
+
+
+def test_resuming_needs_no_init(pretrain, monkeypatch):
+    """The file of --init may be gone. The resumed run equals one that was not stopped."""
+    pretrain(name="old", own=["--decoder_depth", "2", "--decoder_dim", "16"])
+    words = ["--init", "runs/old/last.pt", "--epochs", "3"]
+    straight = pretrain(*words, name="straight")
+    with stopping_after_two(monkeypatch):
+        pretrain(*words)
+    shutil.rmtree("runs/old")
+    assert same(straight["model"], pretrain(*words, "--resume")["model"])
+
+
+def test_overwriting(pretrain, monkeypatch):
+    """--overwrite starts anew. Once it trains, no later --resume finds the old run."""
+    first = pretrain()
+    assert not same(first["model"], pretrain("--overwrite", "--seed", "1")["model"])
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(MAE, "forward", None)
+        pretrain("--overwrite")
+    assert not Path("runs/mae/last.pt").exists()
+    assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+def test_init_from_a_released_checkpoint(pretrain, folder, tmp_path, capsys):
+    """Of another decoder, only the encoder is loaded. A run of ours also gives the sizes."""
+    state = load(ROOT / "tests/unit/golden/mae.pt")["state_dict"]
+    torch.save({"model": state, "args": argparse.Namespace(lr=1)}, tmp_path / "mae.pth")
+    words = ["--img_size", "32", "--patch_size", "8", "--dim", "32", "--depth", "3", "--heads", "4",
+             "--epochs", "0", "--init", "mae.pth"]
+    content = pretrain(*words, name="other")
+    assert torch.equal(content["model"]["encoder.cls_token"], state["cls_token"])
+    said = capsys.readouterr().out
+    assert "newly initialised: decoder_blocks" in said and "not loaded: decoder_blocks" in said
+    words += ["--decoder_dim", "24", "--decoder_depth", "2", "--decoder_heads", "4"]
+    assert same(pretrain(*words, name="whole")["model"], from_released(state))
+    train.main(["--data", str(folder), "--init", "runs/whole", "--name", "sizes", "--workers", "0",
+                "--epochs", "0"])
+    sizes = train.read_checkpoint("runs/sizes/last.pt")["config"]
+    assert (sizes["depth"], sizes["patch_size"], sizes["img_size"]) == (3, (8, 8), (32, 32))
+
+
+@pytest.mark.parametrize("method", ["mae", "minr"])
+def test_checkpoints_of_ones_own_loop(pretrain, folder, method):
+    """Method, config and weights are enough for load_model, --eval and finetune.py to find the
+    weights and how images are normalised. A folder can replace its last.pt."""
+    words = ["--method", method, "--patch_size", "4,8", "--img_size", "16,24", "--epochs", "0",
+             *flags(BASE[method])]
+    content, cls = pretrain(*words, name="old", own=[]), train.METHODS[method]
+    Path("runs/own").mkdir()
+    torch.save({name: content[name] for name in ("method", "config", "model")}, "runs/own/last.pt")
+    assert same(train.load_model("runs/own").state_dict(), content["model"])
+    evaluated, = train.main(["--data", str(folder), "--workers", "0", "--mask_ratios", "0.75",
+                             "--eval", "runs/own"])
+    assert evaluated["psnr_masked"] == pytest.approx(log("old")[0]["psnr_masked"], abs=1e-4)
+    finetune.main(["--data", str(folder), "--checkpoint", "runs/own", "--name", "tuned",
+                   "--batch_size", "8", "--epochs", "0", "--workers", "0"])
+    tuned = train.read_checkpoint("runs/tuned")
+    assert (tuned["mean"], tuned["std"]) == (cls.mean, cls.std)
+    token = "encoder.cls_token"
+    assert torch.equal(tuned["model"][token], content["model"][token])
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, spy):
+    """Otherwise, a power failure could leave neither of the two."""
+    calls, path = [], tmp_path / "last.pt"
+    for name in ("fsync", "replace"):
+        spy(os, name, lambda *_, name=name: calls.append(
+            (name, (tmp_path / "last.pt.tmp").stat().st_size)))
+    train.save(path, {"x": torch.zeros(9)})
+    assert calls == [(name, path.stat().st_size) for name in ("fsync", "replace")]
+
+
+# ------------------------------------------------------------------------------------- evaluation
+def test_validation_is_as_training(pretrain, tune, spy):
+    """Validation also runs in mixed precision, but in eval mode."""
+    for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
+        seen = spy(cls, name, lambda self, images, *_: (
+            torch.is_autocast_enabled("cpu"), len(images), self.training))
+        modes = spy(cls, "forward", lambda self, *_: self.training)
+        run("--accum", "2", "--amp", "bf16", name=name)    # TINY: 2 epochs, --batch_size 8
+        assert {*seen} - {(True, 4, True)} == {(True, 11, False)}
+        assert modes == [True] * 20                        # also after the first validation
+
+
+@pytest.mark.parametrize("method", FIVE)
+def test_psnr_by_hand(pretrain, folder, spy, method):
+    """PSNR and recon.png show what reconstruct returns for fixed noise, which depends only on the
+    image: not on the seed or on the number of images."""
+    seen = spy(train.METHODS[method], "reconstruct", lambda self, *inputs: inputs[:2])
+    drawn = spy(train, "save_picture", lambda columns, path: columns)
+    words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]
+    pretrain(*words, name="all", own=[])
+    images, noise = (torch.cat(parts) for parts in zip(*seen))
+    truth = train.open_data(str(folder), (16, 24), settings())[1].images / 255
+    found = [(x - truth).abs().amax((1, 2, 3)).argmin().item()
+             for x in denormalize(images, train.load_model("runs/all"))]
+    assert sorted(found) == [*range(11)]                   # each validation image once
+    assert len(noise.unique(dim=0)) == 11
+    seen.clear()
+    pretrain(*words, "--seed", "1", "--eval_images", "4", name="few", own=[])
+    (few, noise_of_few), = seen
+    assert len(few) == 4
+    for x, n in zip(few, noise_of_few):
+        assert torch.equal(n, noise[(images == x).all((1, 2, 3))].squeeze(0))
+    model, (row,) = train.load_model("runs/all"), log("all")
+    with torch.no_grad():
+        decoded, mask = model.reconstruct(images, noise)
+    copied = model.encoder.copy_visible(decoded, images, mask)
+    truth, decoded, copied = (denormalize(x, model) for x in (images, decoded, copied))
+    grey = torch.where(model.encoder.pixels_of(mask) > 0, 0.5, truth)
+    columns = dict(original=truth, masked=grey, decoded=decoded, completed=copied)
+    assert drawn[0].keys() == columns.keys()
+    assert all(torch.allclose(x, columns[name][:8], atol=1e-5) for name, x in drawn[0].items())
+    truth, decoded, copied = (patchify(x, 4) for x in (truth, decoded, copied))      # (B, 24, 48)
+    masked = [(x - y)[m > 0].square().mean() for x, y, m in zip(copied, truth, mask)]
+    for kind, errors in (("masked", masked), ("image", (copied - truth).square().mean((1, 2))),
+                         ("decoded", (decoded - truth).square().mean((1, 2)))):
+        wanted = sum(-10 * math.log10(error) for error in errors) / len(images)
+        assert row[f"psnr_{kind}"] == pytest.approx(wanted, abs=1e-3), kind
+
+
+def cells(path, column):
+    """Return one of the four columns of a picture, without its title."""
+    return np.split(np.asarray(Image.open(path))[30:, 2:], 4, axis=1)[column]
+
+
+def test_eval_of_several_checkpoints(pretrain, folder, capsys):
+    """Each checkpoint has a row for each mask ratio, whatever ratio it was trained at, and a column
+    of the picture. Numbers are those from training. Only val/ is read. Classifiers are skipped."""
+    runs = {"mae": pretrain("--mask_ratio", "0.5"), "half": pretrain(name="half")}
+    finetune.main("--checkpoint runs/mae/last.pt --epochs 0 --name tuned --workers 0".split())
+    shutil.copytree(folder / "val", "only/val")
+    words = ["--workers", "0", "--mask_ratios", "0.75", "0.5", "--data", "only", "--eval"]
+    capsys.readouterr()
+    rows = train.main([*words, "runs/[mt]*", "runs/half/last.pt"])
+    said = capsys.readouterr().out
+    assert "skipping runs/tuned" in said and "mean over 11 images of only" in said
+    assert f"runs/half/last.pt was trained on {folder} and is evaluated on only" in said
+    assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
+        ("mae", 0.75), ("mae", 0.5), ("half", 0.75), ("half", 0.5)]
+    for name, row in (("mae", rows[1]), ("half", rows[2])):
+        for key in ("psnr_masked", "psnr_image", "psnr_decoded"):
+            assert row[key] == pytest.approx(runs[name]["history"][-1][key], abs=1e-4)
+    picture, recon = "runs/mae/eval_mae_half.png", "runs/half/recon.png"
+    for column, wanted in ((0, 0), (1, 1), (3, 3)):        # original, masked, completed
+        assert np.array_equal(cells(picture, column), cells(recon, wanted))
+
+
+def test_masks_of_an_evaluation(pretrain):
+    """Each pattern and ratio has its own score. After training, a run is scored under its own
+    pattern, and on whole images, even in files."""
+    row = pretrain("--mask", "grid", "--img_size", "12")["history"][-1]
+    words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval", "runs/mae/last.pt"]
+    rows = train.main([*words, "--masks", "random", "grid", "block"])
+    scores = {(row["mask"], row["mask_ratio"]): row["psnr_masked"] for row in rows}
+    assert len(rows) == len({*scores.values()}) == 6
+    assert scores["grid", 0.75] == pytest.approx(row["psnr_masked"], abs=1e-4)
+    again = train.main([*words, "--masks", "block"])
+    assert [row["psnr_masked"] for row in again] == [scores["block", 0.5], scores["block", 0.75]]
+
+
+def test_eval_of_normalised_patches(pretrain):
+    """With --leak_free, the true mean and variance of a patch are not used."""
+    pretrain("--norm_pix_loss", name="[m]ae")              # a name, not a pattern
+    words = ["--eval", "runs/[m]ae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
+    (flattered,), (honest,) = train.main(words), train.main([*words, "--leak_free"])
+    assert honest["psnr_masked"] < flattered["psnr_masked"]
+    assert honest["checkpoint"] == "runs/[m]ae/last.pt"

@@ -1,0 +1,249 @@
+"""Patches, positions, masks, the transformer, and released names."""
+
+import pytest
+import torch
+from torch import nn
+
+from imae import IMAE
+from mae import MAE
+from minr import MINR
+from tests.unit.conftest import ROOT, same
+from tests.unit.golden import load
+from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,
+                 normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of,
+                 to_released, transfer, unpatchify, visible_count)
+
+
+@pytest.mark.parametrize("patch_size, grid", [(4, (2, 3)), ((2, 4), (4, 3))])
+def test_patchify_and_back(patch_size, grid):
+    images = torch.randn(2, 5, 8, 12)
+    assert torch.equal(unpatchify(patchify(images, patch_size), patch_size, grid), images)
+
+
+def test_normalize_and_back():
+    """Normalisation is by channel, with constants on the images' device."""
+    raw = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
+    images = normalize(raw, MAE)
+    assert torch.allclose(denormalize(images, MAE), raw / 255, atol=1e-6)
+    assert images[0, 1, 2, 3] == pytest.approx((raw[0, 1, 2, 3] / 255 - 0.456) / 0.224)
+    floats = raw.float()                                   # stays as it is
+    assert all(torch.equal(normalize(floats, MAE), images) for _ in range(2))
+    assert denormalize(images * 100, MAE).aminmax() == (0, 1)
+    assert torch.equal(normalize(raw, MINR), raw / 255)
+    assert normalize(raw.to("meta"), MAE).is_meta and torch.equal(normalize(raw, MAE), images)
+
+
+def test_resized_positions():
+    """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours, clamped at the border."""
+    table = sincos_pos_embed(16, (4, 4))
+    assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
+    resized = resize_pos_embed(table, (4, 4), (6, 3))
+    assert resized.shape == (1, 19, 16) and torch.equal(resized[:, 0], table[:, 0])
+    row = resized[0, 1:].view(6, 3, 16)
+    assert torch.allclose(row[:, 0, :8], row[:1, 0, :8].expand(6, -1), atol=1e-5)  # same column
+    spike = torch.tensor([0, 0, 1.0, 0, 0, 0]).view(1, 6, 1)           # [CLS] and a row of five
+    halves = resize_pos_embed(spike, (1, 5), (1, 10))[0, 1:, 0]        # at distances 0.25, 0.75 ...
+
+    def cubic(x, a=-0.75):
+        x = abs(x)
+        return ((a + 2) * x ** 3 - (a + 3) * x ** 2 + 1 if x < 1 else
+                a * (x ** 3 - 5 * x ** 2 + 8 * x - 4) if x < 2 else 0)
+    wanted = [cubic((i + 0.5) / 2 - 0.5 - 1) for i in range(10)]
+    assert halves.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_visible_patches():
+    """The number of visible patches is rounded down. Ties become visible in raster order."""
+    for L, ratio, K in ((196, 0.75, 49), (196, 0.6, 78), (225, 0.8, 44), (4, 0.5, 2)):
+        assert visible_count(L, ratio) == K
+    for ratio in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"mask_ratio {ratio} must be above 0 and below 1"):
+            visible_count(196, ratio)
+    assert masking(torch.zeros(1, 999), 0.5)[0][0].tolist() == [*range(499)]
+
+
+def test_patterns_of_noise():
+    """"grid" keeps one of every four patches, "block" masks regions. All draws are from the
+    generator."""
+    mask = masking(mask_noise("grid", 3, (8, 6)), 0.75)[2].view(3, 8, 6)
+    assert not mask[:, ::2, ::2].any() and mask.sum() == 3 * 36
+    alike = {}
+    for kind in ("random", "grid", "block"):
+        a, b, c = (mask_noise(kind, 200, (14, 14), generator=torch.Generator().manual_seed(seed))
+                   for seed in (1, 1, 2))
+        assert torch.equal(a, b) and not torch.equal(a, c)
+        mask = masking(a, 0.6)[2].view(200, 14, 14)
+        assert (mask.sum((1, 2)) == 196 - 78).all()
+        alike[kind] = (mask[:, 1:] == mask[:, :-1]).float().mean()     # of neighbours
+    assert alike["block"] > 0.85 > 0.55 > alike["random"]
+    noise, again = (vit().fixed_noise(torch.zeros(3, 5, 8, 12)) for _ in range(2))
+    assert torch.equal(noise, again) and len(noise.unique(dim=0)) == 3     # one for each image
+
+
+def test_area_of_block_masks():
+    """The rectangle masked first covers 10 to 40% of the image, with any aspect from 0.3 to its
+    inverse, unless the border clips it. Its row and its column are drawn separately."""
+    noise = mask_noise("block", 400, (32, 48), generator=torch.Generator().manual_seed(0))
+    first = noise.view(400, 32, 48).floor()
+    first = first == first.amax((1, 2), keepdim=True)
+    rows, cols = first.any(2), first.any(1)                # (B, h), (B, w)
+    whole = ~(rows[:, 0] | rows[:, -1] | cols[:, 0] | cols[:, -1])
+    area = first.float().mean((1, 2))[whole]
+    aspect = (rows.float().mean(1) / cols.float().mean(1))[whole].log()
+    assert 0.08 < area.min() < 0.13 and 0.3 < area.max() < 0.43 and len(area) > 50
+    assert -1.3 < aspect.min() < -0.9 and 0.9 < aspect.max() < 1.3     # log 0.3 is -1.2
+    y, x = ((side.float() * torch.arange(side.shape[1])).sum(1) / side.sum(1)
+            for side in (rows[whole], cols[whole]))        # the centre, anywhere
+    assert torch.stack([y, x]).corrcoef()[0, 1].abs() < 0.3
+
+
+def vit(**options):
+    return ViT(**{**dict(img_size=(8, 12), patch_size=(2, 4), in_chans=5, dim=16, depth=2, heads=2),
+                  **options})
+
+
+def test_drop_path():
+    """Drop path skips layers, only in training."""
+    torch.manual_seed(0)
+    block, x = Block(16, 2, drop_path=0.5), torch.randn(64, 3, 16)
+    unchanged = (block(x) == x).all(-1).all(-1).float().mean()
+    assert 0.1 < unchanged < 0.4                           # both branches: a quarter
+    assert torch.equal(block.eval()(x), block(x)) and not torch.equal(block(x), x)
+    assert [b.drop_path.p for b in vit(depth=3, drop_path=0.2).blocks] == pytest.approx(
+        [0, 0.1, 0.2])
+
+
+def test_initial_weights():
+    """The patch embedding has Xavier-uniform weights and PyTorch's default for biases. (For other
+    weights see test_methods.py.)"""
+    embed = vit(dim=256).patch_embed                       # of 2 x 4 pixels with 5 channels
+    for values, limit in ((embed.weight, (6 / (40 + 256)) ** 0.5), (embed.bias, 40 ** -0.5)):
+        assert 0.9 * limit < values.abs().max() <= limit
+    assert vit(extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_what_does_not_fit():
+    for call, words in (
+            (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
+            (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4"),
+            (lambda: vit()(torch.randn(2, 3, 8, 12)), r"images are \(3, 8, 12\), but"),
+            *((lambda size=size: pair(size), "is not a size in pixels")
+              for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"))):
+        with pytest.raises(ValueError, match=words):
+            call()
+    for noise in (torch.rand(2, 9), torch.rand(1, 12)):
+        with pytest.raises(ValueError, match=r"have \(2, 12\)"):
+            vit().mask(torch.randn(2, 5, 8, 12), noise, 0.5)
+
+
+def test_published_sizes():
+    millions = {name: sum(p.numel() for p in ViT(**SIZES[name]).parameters() if p.requires_grad)
+                / 1e6 for name in ("tiny", "small", "base")}
+    assert millions == pytest.approx({"tiny": 5.5, "small": 21.7, "base": 85.8}, rel=0.01)
+
+
+# ------------------------------------------------------------------------------- released names
+def mae(img_size=32):
+    return MAE(img_size, 8, 3, 32, 3, 4, decoder_dim=24, decoder_depth=2, decoder_heads=4)
+
+
+@pytest.fixture
+def state():
+    """Return the state dict of a released MAE with the sizes in mae()."""
+    return load(ROOT / "tests/unit/golden/mae.pt")["state_dict"]
+
+
+def test_released_names_both_ways(state):
+    """Names and values are as before, also with the outer "model" and the prefixes of wrappers."""
+    for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module."):
+        model, theirs = mae(), {prefix + name: value for name, value in state.items()}
+        assert transfer(model, from_released({"model": theirs}), (4, 4)) == ([], [])
+        assert same(to_released(model), state)
+
+
+@pytest.mark.parametrize("lost, added", [
+    (("decoder", "mask_token"), {"head.weight": torch.zeros(7, 32)}),  # as in timm's files
+    ((), {"decoder_pred.bias": torch.zeros(5)}), ((), {"decoder_other": torch.zeros(2)})])
+def test_another_decoder_is_not_loaded(lost, added, state):
+    """Nothing of another decoder is loaded, even if only one shape or name differs."""
+    model, kept = mae(), {k: v for k, v in state.items() if not k.startswith(lost or "-")}
+    theirs = from_released({**kept, **added})
+    before = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
+    rest = sorted(k for k in theirs if not k.startswith("encoder."))
+    assert transfer(model, theirs, (4, 4)) == (sorted(before), rest)
+    assert torch.equal(model.encoder.cls_token, state["cls_token"])
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+
+
+def test_transfer_of_norm_and_extra_tokens():
+    """Norm and extra tokens may be missing on one side."""
+    one, other = nn.Module(), nn.Module()
+    one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
+                                  for norm, extra in ((False, 2), (True, 0)))
+    norm, extra = ["encoder.norm.bias", "encoder.norm.weight"], ["encoder.extra_tokens"]
+    assert transfer(one, other.state_dict(), (4, 4)) == (extra, norm)
+    assert torch.equal(one.encoder.cls_token, other.encoder.cls_token)
+    assert transfer(other, one.state_dict(), (4, 4)) == (norm, extra)
+
+
+def test_transfer_of_a_teacher():
+    """A teacher is loaded into a model that has one of the same shapes. Otherwise, what is not
+    loaded is named. Either way, the decoder is loaded."""
+    def model(depth):
+        teacher = dict(dim=8, depth=depth, heads=2) if depth else None
+        return IMAE(8, 4, 3, 16, 1, 2, teacher, decoder_dim=8, decoder_depth=1, decoder_heads=2)
+
+    one, two, none = model(1), model(2), model(0)
+    names = {m: sorted(k for k in m.state_dict() if k.startswith("teacher.")) for m in (one, two)}
+    for target, source, missing, unused in (
+            (model(1), one, [], []), (model(0), one, [], names[one]),
+            (model(1), none, names[one], []), (model(1), two, names[one], names[two])):
+        kept = {k: v.clone() for k, v in target.state_dict().items() if k in missing}
+        assert transfer(target, source.state_dict(), (2, 2)) == (missing, unused)
+        loaded = {k: v for k, v in source.state_dict().items() if k not in unused}
+        assert same(target.state_dict(), {**loaded, **kept})
+
+
+def test_transfer_says_what_does_not_fit(state):
+    """An error lists what does not fit, and nothing changes. Only the final norm may be missing."""
+    model = mae()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    del state["norm.bias"], state["blocks.1.norm1.weight"]
+    state.update({"blocks.2.ls1.gamma": torch.zeros(32), "cls_token": torch.zeros(1, 1, 8)})
+    with pytest.raises(ValueError, match="blocks.1.norm1.weight.*ls1.gamma.*cls_token") as error:
+        transfer(model, from_released(state), (4, 4))
+    assert "norm.bias" not in str(error.value) and same(model.state_dict(), before)
+
+
+def test_transfer_interpolates_positions(state):
+    """Positions of encoder and decoder come from a released square grid or from any other grid,
+    even one with the same number of patches."""
+    model = mae((48, 64))
+    transfer(model, from_released(state), (4, 4))
+    for part, name in (("pos_embed", "encoder.pos_embed"), ("decoder_pos_embed",) * 2):
+        wanted = resize_pos_embed(state[part], (4, 4), (6, 8))
+        assert torch.equal(model.state_dict()[name], wanted)
+    one, other = (MAE(size, 4, 3, 16, 1, 2, decoder_dim=16, decoder_heads=2)
+                  for size in ((8, 32), (32, 8)))
+    wanted = resize_pos_embed(one.encoder.pos_embed, (2, 8), (8, 2))
+    assert transfer(other, one.state_dict(), one.encoder.grid) == ([], [])
+    assert torch.equal(other.encoder.pos_embed, wanted)
+    assert torch.equal(other.decoder_pos_embed, wanted)
+
+
+def test_sizes_of():
+    """Shapes tell all sizes except the number of heads, which SIZES has for a width and depth."""
+    def shapes(dim, depth, **_):
+        blocks = {f"encoder.blocks.{i}.norm1.bias": torch.zeros(1) for i in range(depth)}
+        return {"encoder.patch_embed.weight": torch.zeros(dim, 3 * 8 * 8),
+                "encoder.pos_embed": torch.zeros(1, 1 + 25, 1), **blocks}
+    common = dict(img_size=(40, 40), patch_size=(8, 8), in_chans=3, extra_tokens=0)
+    for size in SIZES.values():
+        assert sizes_of(shapes(**size), "x") == {**common, **size}
+    with pytest.raises(ValueError, match="cannot tell the number of heads from x: pass --heads"):
+        sizes_of(shapes(64, 3), "x")
+    state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
+    assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
+    for count in (25, 1 + 16 * 8):                         # no class token; not a square grid
+        with pytest.raises(InputError, match=f"x has {count} positions, which are not those of a "):
+            sizes_of({**state, "encoder.pos_embed": torch.zeros(1, count, 1)}, "x", 8)
