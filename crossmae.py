@@ -101,7 +101,13 @@ class CrossMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, False                           # see mae.py; __init__ sets lr_scale
+    pairs = None                                           # see mae.py
+
+    @staticmethod
+    def lr_scale(mask_ratio, prediction_ratio, **_):
+        """Return what the learning rate is multiplied by (Sec. 3.3). A.6: lr = base_lr * batchsize
+        / 256 * prediction ratio / mask ratio."""
+        return prediction_ratio / mask_ratio if mask_ratio else 1.0    # 0 is refused later
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
@@ -121,8 +127,6 @@ class CrossMAE(nn.Module):
                 f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
                 f"be predicted")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
-        # A.6: lr = base_lr * batchsize / 256 * prediction ratio / mask ratio
-        self.lr_scale = prediction_ratio / mask_ratio                  # Sec. 3.3
         p, q = self.encoder.patch_size
 
         self.mask_token = nn.Parameter(torch.empty(1, 1, decoder_dim).normal_(std=0.02))

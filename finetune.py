@@ -15,126 +15,135 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms import v2
 
-from train import (DATA, DEFAULTS, ENCODER, METHODS, RECIPE, RUN, add_flags, apply_recipe, autocast,
-                   count, crop_batch, crop_transform, fill_in, fit, fraction, in_range, initialize,
-                   mean_over_processes, name_of, new_parser, not_negative, open_data, open_run,
-                   read_checkpoint, run_cli, val_batches, vit_config)
+import train
+from train import count, fraction, in_range, not_negative, path
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
-def finetune(args):
+def finetune(flags):
     """Run --mode finetune, scratch or linear, and return the last row of the log."""
-    model, config, train, val, img_size, saved = prepare(args)
-    if args.eval_every is None:                            # few labels: validate less often
-        n_val = len(val.labels[:args.eval_images])
-        args.eval_every = max(1, args.epochs // 50, round(n_val / len(train.labels)))
-    make_inputs = augmentation(train, model, img_size, args)
-    groups = layer_decay_groups(model, args.weight_decay, args.layer_decay)
-
-    def evaluate_model():
-        if args.world > 1:
-            for buffer in model.buffers():                 # BatchNorm: all use rank 0's statistics
-                dist.broadcast(buffer, 0)
-        return evaluate(model.classify, val, args, img_size)
-
-    return fit(args, model, groups, train, val, make_inputs, evaluate_model, saved,
-               method="classifier", config=config)
+    here = train.start_processes(flags)
+    with train.open_run(flags, here, run_name(flags)) as (folder, saved):
+        run, model, data, val = prepare(flags, here, saved, folder)
+        return train.fit(Finetuning(run, here, model, data, val), saved)
 
 
-def nearest_neighbours(args):
+def nearest_neighbours(flags):
     """Run --mode knn: print and return the accuracies."""
-    model, _, train, val, img_size, _ = prepare(args)
-    row, _ = evaluate(knn(model.eval(), train, args, img_size), val, args, img_size)
-    largest = 100 * val.labels.bincount().max().item() / len(val.labels)
-    n, k = len(val.labels[:args.eval_images]), min(args.k, len(train.labels))
-    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}, by {k} "
-          f"neighbours out of {len(train.labels)}; largest class {largest:.2f} %")
+    here = train.start_processes(flags)
+    run, model, data, val = prepare(flags, here)
+    model.head = None                                      # only the encoder is used
+    score = knn(model.eval(), data, run.k, here)
+    row, _ = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
+    print(f"{as_text(row, val, run)}, by {min(run.k, len(data.labels))} neighbours out of "
+          f"{len(data.labels)}")
     return row
 
 
-def prepare(args):
-    """Open the checkpoint and the data, and build a Classifier. Returns the model, its constructor
-    arguments, both data sets, the image size, and the last.pt to resume from ({} if none)."""
-    saved = open_run(args, run_name(args)) if args.mode != "knn" else {}
+def prepare(flags, here, saved={}, folder=None):
+    """Open the checkpoint and the data, settle the run, and build a Classifier. `saved` is the
+    last.pt to resume from. Returns the settings, the model and both data sets."""
     source = saved or dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    if args.checkpoint and not saved:
-        source = part_of(read_checkpoint(args.checkpoint, args.heads), args.part)
-    args.data = args.data or source["flags"].get("data", "shapes")
-    img_size = args.img_size or source["config"].get("img_size")
-    train, val, img_size = open_data(args.data, img_size, args)
-    require(len(train.classes) > 1, f"--data {args.data} needs at least two classes, each with a "
-                                    f"folder in train/ and in val/")
-    keep_labels(train, args.labels, args.seed)
-    config = vit_config(args, img_size, source["config"])
-    if args.mode != "knn":
-        recipe, low_res = RECIPES[args.mode]
-        if args.mode == "scratch":                         # wide networks need a lower lr
-            relative_width = config["dim"] / SIZES["micro"]["dim"]
-            low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
-        apply_recipe(args, recipe, low_res, config, len(train.labels))
-        config.update(smoothing=args.smoothing, drop_path=args.drop_path)
-    args.pairs = args.same_draws = False                   # drop path differs between processes
+    if flags.checkpoint and not saved:
+        source = train.part_of(train.read_checkpoint(flags.checkpoint, flags.heads), flags.part)
+    name = flags.data or source["flags"].get("data", "shapes")
+    data, val, img_size = train.open_data(
+        name, here, flags.img_size or source["config"].get("img_size"),
+        patch_size=flags.patch_size, train_images=flags.train_images)
+    require(len(data.classes) > 1, f"--data {name} needs at least two classes, each with a folder "
+                                   f"in train/ and in val/")
+    keep_labels(data, flags.labels, flags.seed)
+    sizes = train.encoder_sizes(flags, img_size, source["config"])
+    recipe, low_res = RECIPES.get(flags.mode, ({}, {}))
+    if flags.mode == "scratch":                            # tests/docs/RECIPE.md, Width
+        relative_width = sizes["dim"] / SIZES["micro"]["dim"]
+        low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
+    probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(source["model"])
+    cls = train.METHODS.get(source.get("method"))          # a fork's class may set pool
+    own = {"pool": (source["config"].get("pool") or getattr(cls, "pool", None)
+                    or default_pool(extra_tokens, sizes["dim"])),
+           "norm": probe and "encoder.norm.weight" in source["model"],
+           "drop_path": 0.0, "smoothing": 0.0}
+    run = train.settle(
+        flags, sizes, recipe, low_res, len(data.labels), own=own,
+        # with few labels, validate less often
+        least_eval_every=round(len(val.labels[:flags.eval_images]) / len(data.labels)),
+        fixed=dict(classes=len(data.classes), probe=probe, extra_tokens=extra_tokens,
+                   mean=source["mean"], std=source["std"]),
+        method="classifier", data=name, images=data.known_by, folder=folder, pairs=None,
+        processes=f"{here.world} x {here.device}")
+    torch.manual_seed(run.seed)
+    model = Classifier(**run.config).to(here.device)
+    print(f"features: {model.num_features} numbers (--pool {run.pool}); the largest of "
+          f"{len(data.classes)} classes has {largest_class(val, run):.2f} % of the images")
+    if flags.mode != "scratch" and not saved:
+        train.initialize(model, source, flags.checkpoint)
+    return run, model, data, val
 
-    probe, extra_tokens = args.mode in ("linear", "knn"), count_extra_tokens(source["model"])
-    cls = METHODS.get(source.get("method"))                # a fork's class may set pool
-    pool = source["config"].get("pool") or getattr(cls, "pool", None)
-    fill_in(args, {"pool": pool or default_pool(extra_tokens, config["dim"]),
-                   "norm": probe and "encoder.norm.weight" in source["model"]})
-    config.update(classes=len(train.classes), pool=args.pool, norm=args.norm, probe=probe,
-                  extra_tokens=extra_tokens, mean=source["mean"], std=source["std"])
-    torch.manual_seed(args.seed)
-    model = Classifier(**config).to(args.device)
-    print(f"features: {model.width} numbers (--pool {args.pool})")
-    if args.mode == "knn":
-        model.head = None                                  # only the encoder is used
-    if args.mode != "scratch" and not saved:
-        initialize(model, source, args.checkpoint)
-    return model, config, train, val, img_size, saved
 
-
-def run_name(args):
+def run_name(flags):
     """Name a run after its checkpoint and mode, --data if given, and --labels if below 1."""
-    words = [name_of(args.checkpoint), args.mode] if args.checkpoint else ["scratch"]
-    if args.data or not args.checkpoint:
-        words.append(name_of(args.data or "shapes"))
-    if args.labels < 1:
-        words.append(f"{args.labels:g}")
+    words = [train.name_of(flags.checkpoint), flags.mode] if flags.checkpoint else ["scratch"]
+    if flags.data or not flags.checkpoint:
+        words.append(train.name_of(flags.data or "shapes"))
+    if flags.labels < 1:
+        words.append(f"{flags.labels:g}")
     return "_".join(words)
 
 
-def part_of(content, part):
-    """Return a checkpoint in which `part`, e.g. a momentum teacher, is the encoder."""
-    if part is None:
-        return content
-    state = {f"encoder.{name.removeprefix(part + '.')}": value
-             for name, value in content["model"].items() if name.startswith(f"{part}.")}
-    require(state, f"--part {part}: the checkpoint has no such part")
-    return {**content, "model": state}
+class Finetuning:
+    """What train.fit has to know about fine-tuning, training from scratch and linear probing.
 
+    RandAugment and erasing take one image at a time. With either, workers crop and augment the
+    images (with `transform`), and images in memory move to the CPU."""
 
-def augmentation(train, model, img_size, args):
-    """Return a function make_inputs(images, labels). It returns the model's arguments: normalised
-    images and targets. RandAugment and erasing take one image at a time. With either, workers crop
-    and augment the images (with train.transform), and images in memory move to the CPU."""
-    more = [v2.RandAugment(2, args.randaug)] if args.randaug else []   # two per image; item 1
-    if args.erasing:                                       # item 2
-        more += [v2.RandomErasing(args.erasing, value=[255 * m for m in model.mean])]
-    if more or not train.in_memory:
-        train.transform = crop_transform(img_size, args, *more)
-        if train.in_memory:
-            train.images = train.images.cpu()
-    mixers = [kind(alpha=alpha, num_classes=len(train.classes)) for kind, alpha in
-              ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if alpha]
+    same_draws = False                                     # drop path and mixing: see train_step
 
-    def make_inputs(images, labels):
-        crops = images if train.transform else crop_batch(images, img_size, args)
-        images = normalize(crops, model)
-        if args.mix_ratio:                                 # i-MAE Table 4, item 8
-            labels = F.one_hot(labels, len(train.classes)).float()
-            return [torch.lerp(x.roll(1, 0), x, args.mix_ratio) for x in (images, labels)]
-        return v2.RandomChoice(mixers)(images, labels) if mixers else (images, labels)
-    return make_inputs
+    def __init__(self, run, here, model, data, val):
+        self.run, self.here, self.model, self.train, self.val = run, here, model, data, val
+        piece = run.batch_size // (here.world * run.accum)
+        require(not model.probe or piece > 1, f"--batch_size {run.batch_size} must be at least "
+                f"{2 * here.world * run.accum}: a probe's BatchNorm needs two images in each of "
+                f"{here.world} processes x --accum {run.accum}")
+        more = [v2.RandAugment(2, run.randaug)] if run.randaug else [] # two per image; item 1
+        if run.erasing:                                    # item 2
+            more += [v2.RandomErasing(run.erasing, value=[255 * m for m in model.mean])]
+        if more or not data.in_memory:
+            data.replaces = True
+            data.transform = train.crop_transform(model.encoder.img_size, run, *more)
+            if data.in_memory:
+                data.images = data.images.cpu()
+        self.mixers = [kind(alpha=alpha, num_classes=len(data.classes)) for kind, alpha in
+                       ((v2.MixUp, run.mixup), (v2.CutMix, run.cutmix)) if alpha]
+
+    def groups(self):
+        """Return the parameter groups of the optimizer, each a dict."""
+        return layer_decay_groups(self.model, self.run.weight_decay, self.run.layer_decay)
+
+    def draw(self, images, labels):
+        """Return a step's batch: images, cropped with numbers drawn for all processes, and labels.
+        """
+        if not self.train.transform:
+            images = train.crop_batch(images, self.model.encoder.img_size, self.run, self.here)
+        return [images, labels]
+
+    def inputs(self, images, labels):
+        """Return the model's arguments for a piece of the batch: normalised images and targets.
+        Each piece and process draws its own mixture, as in the release."""
+        images = normalize(images, self.model)
+        if self.run.mix_ratio:                             # i-MAE Table 4, item 8
+            labels = F.one_hot(labels, self.run.config["classes"]).float()
+            return [torch.lerp(x.roll(1, 0), x, self.run.mix_ratio) for x in (images, labels)]
+        return v2.RandomChoice(self.mixers)(images, labels) if self.mixers else (images, labels)
+
+    def evaluate(self):
+        """Return the accuracies, and None for no picture."""
+        if self.here.world > 1:
+            for buffer in self.model.buffers():            # BatchNorm: all use rank 0's statistics
+                dist.broadcast(buffer, 0)
+        return evaluate(self.model.classify, self.val, self.here, self.model.encoder.img_size,
+                        self.run.eval_images)
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
@@ -154,7 +163,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
         if p.requires_grad:
             group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
                          lr_factor=layer_decay ** (n - layer))
-            groups.setdefault((layer, decays), group)["params"].append(p)  # `group` only if new
+            groups.setdefault((layer, decays), group)["params"].append(p)  # keeps one that exists
     return [*groups.values()]
 
 
@@ -181,7 +190,8 @@ class Classifier(nn.Module):
             without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
         norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, the encoder has
-            one only if pool is "token" (CrossMAE A.6). Other features get fc_norm (MAE's release)
+            one only if pool is "token" (CrossMAE A.6); otherwise a norm after pooling, fc_norm,
+            replaces it (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
     """
@@ -199,7 +209,7 @@ class Classifier(nn.Module):
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
                 f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")
-        self.width = width                                 # number of features
+        self.num_features = width
         linear = nn.Linear(width, classes)
         nn.init.trunc_normal_(linear.weight, std=0.01 if probe else 2e-5)  # as in the release
         nn.init.zeros_(linear.bias)
@@ -224,7 +234,9 @@ class Classifier(nn.Module):
     def logits(self, images):
         """Return the logits (B,classes) of normalised images (B,C,H,W)."""
         x = self.features(images)                          # (B, D), or (B, G*D), or (B, L*D)
-        return self.head(x if self.probe else self.fc_norm(x))         # (B, classes)
+        with torch.autocast(images.device.type, enabled=False):        # in 16 bits, classes tie
+            x = x.float()
+            return self.head(x if self.probe else self.fc_norm(x))     # (B, classes)
 
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
@@ -233,7 +245,7 @@ class Classifier(nn.Module):
     def forward(self, images, targets):
         """Return the cross-entropy and {"loss": the detached loss} for normalised images (B,C,H,W)
         and targets. Targets are class indices (B,) or class probabilities (B,classes)."""
-        loss = F.cross_entropy(self.logits(images).float(), targets, label_smoothing=self.smoothing)
+        loss = F.cross_entropy(self.logits(images), targets, label_smoothing=self.smoothing)
         return loss, {"loss": loss.detach()}
 
 
@@ -254,7 +266,8 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)  # ours, for micro
+# ours, chosen on micro; for images up to 64 pixels they replace parts of the above (is_low_res)
+LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
@@ -263,69 +276,84 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train
 
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(score, val, args, img_size):
-    """Return the accuracies {"top1", "top5"} on val in %, and None for no picture.
-    score(images) returns scores (b,classes)."""
+def evaluate(score, val, here, img_size, most=None):
+    """Return the accuracies {"top1", "top5"} on val in %, and None for no picture. With fewer than
+    six classes, there is no top5. score(images) returns scores (b,classes)."""
     sums, n = {"top1": 0, "top5": 0}, 0                    # a process without images reports zeros
-    for _, images, labels in val_batches(val, args, img_size, args.eval_images):
-        with autocast(args):
+    if len(val.classes) < 6:
+        del sums["top5"]
+    for _, images, labels in train.val_batches(val, here, img_size, most):
+        with train.autocast(here):
             scores = score(images)                                     # (b, classes)
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
-        sums["top1"] += 100 * right[:, 0].sum()
-        sums["top5"] += 100 * right.sum()
+        for name, k in (("top1", 1), ("top5", 5)):
+            if name in sums:
+                sums[name] += 100 * right[:, :k].sum()
         n += len(images)
-    return mean_over_processes(sums, n, args), None
+    return train.mean_over_processes(sums, n, here), None
+
+
+def largest_class(val, run):
+    """Return the largest class's share of the validation images in %: what a constant reaches."""
+    labels = val.labels[train.val_ids(val, run.eval_images)]
+    return 100 * labels.bincount().max().item() / len(labels)
+
+
+def as_text(row, val, run):
+    """Return the accuracies in words."""
+    scores = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
+    return (f"{scores}, on {len(val.labels[:run.eval_images])} images of {run.data}; largest class "
+            f"{largest_class(val, run):.2f} %")
 
 
 @torch.no_grad()
-def knn(model, train, args, img_size, temperature=0.07):
-    """Return a function score(images). It returns votes (b,classes). The --k training images with
+def knn(model, data, k, here, temperature=0.07):
+    """Return a function score(images). It returns votes (b,classes). The k training images with
     the most similar features vote for their classes. Each vote has weight exp(cosine / temperature)
     (Wu et al., 2018). Features are pooled as set by --pool and normalised to unit length."""
     torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
 
     def embed(images):
-        with autocast(args):
+        with train.autocast(here):
             features = model.features(normalize(images, model))
         return F.normalize(features.float(), dim=1)                    # (b, width)
 
-    bank = torch.zeros(len(train.labels), model.width, device=args.device)         # (N, width)
-    for ids, images, _ in val_batches(train, args, img_size):
-        bank[ids.to(args.device)] = embed(images)
-    if args.world > 1:                                     # each process has filled its own rows
+    bank = torch.zeros(len(data.labels), model.num_features, device=here.device)   # (N, width)
+    for ids, images, _ in train.val_batches(data, here, model.encoder.img_size):
+        bank[ids.to(here.device)] = embed(images)
+    if here.world > 1:                                     # each process has filled its own rows
         dist.all_reduce(bank)
-    was_read = bank.any(dim=1)                             # False for images that cannot be read
-    bank, bank_labels = bank[was_read], train.labels.to(args.device)[was_read]
+    bank_labels = data.labels.to(here.device)
 
     def score(images):
         features = embed(images)                                       # (b, width)
-        with torch.autocast(args.device.type, enabled=False):  # in 16 bits, cosines would be equal
-            cosine, ids = (features @ bank.T).topk(min(args.k, len(bank)))           # (b, k) each
-        votes = torch.zeros(len(ids), len(train.classes), device=args.device)
+        with torch.autocast(here.device.type, enabled=False):  # in 16 bits, many cosines would tie
+            cosine, ids = (features @ bank.T).topk(min(k, len(bank)))  # (b, k) each
+        votes = torch.zeros(len(ids), len(data.classes), device=here.device)
         return votes.scatter_add(1, bank_labels[ids], (cosine / temperature).exp())  # (b, classes)
     return score
 
 
-def evaluate_checkpoint(args):
-    """Run --mode eval: print and return top-1 and top-5 accuracy of a checkpoint with a head."""
-    content = read_checkpoint(args.checkpoint, args.heads)
+def evaluate_checkpoint(flags):
+    """Run --mode eval: print and return the accuracies of a checkpoint with a head."""
+    here = train.start_processes(flags)
+    content = train.read_checkpoint(flags.checkpoint, flags.heads)
     state, config = content["model"], content["config"]
     if content["method"] is None and "head.weight" in state:           # a released checkpoint
         pool = "mean" if "fc_norm.weight" in state else "token"
         config = dict(config, classes=len(state["head.weight"]), pool=pool)
-    require("classes" in config, f"{args.checkpoint} has no classification head: train one with "
+    require("classes" in config, f"{flags.checkpoint} has no classification head: train one with "
                                  f"--mode finetune or linear")
-    args.data = args.data or content["flags"].get("data", "shapes")
-    val, img_size = open_data(args.data, config["img_size"], args, parts=["val"])
-    classes = content.get("classes", val.classes)
+    name = flags.data or content["flags"].get("data", "shapes")
+    val, img_size = train.open_data(name, here, config["img_size"], parts=["val"])
+    classes = [str(x) for x in content.get("classes", val.classes)]
     require(len(val.classes) == config["classes"] and val.classes == classes,
-            f"{args.checkpoint} has {config['classes']} classes: {', '.join(classes[:3])} ..., but "
-            f"--data {args.data} has {len(val.classes)}: {', '.join(val.classes[:3])} ...")
-    model = Classifier(**config).to(args.device)
+            f"{flags.checkpoint} has {config['classes']} classes: {', '.join(classes[:3])} ..., "
+            f"but --data {name} has {len(val.classes)}: {', '.join(val.classes[:3])} ...")
+    model = Classifier(**config).to(here.device)
     model.load_state_dict(state)
-    row, _ = evaluate(model.classify, val, args, img_size)
-    n = len(val.labels[:args.eval_images])
-    print(f"top1 {row['top1']:.2f}, top5 {row['top5']:.2f}, on {n} images of {args.data}")
+    row, _ = evaluate(model.classify, val, here, img_size, flags.eval_images)
+    print(as_text(row, val, train.frozen(data=name, eval_images=flags.eval_images)))
     return row
 
 
@@ -353,36 +381,37 @@ ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
 
 
 def main(argv=None):
-    """Run `python finetune.py` with the arguments `argv`. Returns the last row of log.jsonl.
-    The modes knn and eval write no files, and return {"top1", "top5"}."""
-    parser = new_parser("finetune.py", "usage: python finetune.py --checkpoint FILE --mode "
+    """Run `python finetune.py` with the arguments `argv`, as train.main. Returns the last row of
+    log.jsonl. The modes knn and eval write no files, and return the accuracies."""
+    words = train.words_of(argv)
+    parser = train.new_parser("finetune.py", "usage: python finetune.py --checkpoint FILE --mode "
                         f"{'|'.join(RECIPES)}|knn|eval [--flag value ...]")
     option = parser.add_argument
     option("--mode", choices=(*RECIPES, "knn", "eval"), default="finetune", metavar="NAME",
            help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
                 "from random weights, with the sizes and data of any --checkpoint; eval: "
                 "evaluate a fine-tuned checkpoint (finetune)")
-    mode = parser.parse_known_args(argv)[0].mode           # it decides which other flags exist
-    option("--checkpoint", metavar="FILE", required=mode != "scratch",
+    mode = parser.parse_known_args(words)[0].mode           # it decides which other flags exist
+    option("--checkpoint", metavar="FILE", type=path, required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
-    add_flags(parser, "data and device", DATA)
+    train.add_flags(parser, "data and device", train.DATA)
     if mode == "eval":
-        add_flags(parser, "encoder", {"heads": ENCODER["heads"]})
-        return run_cli(parser, evaluate_checkpoint, argv)
-    add_flags(parser, "training images and encoder", ENCODER)
-    add_flags(parser, "features", FEATURES)
+        train.add_flags(parser, "encoder", {"heads": train.ENCODER["heads"]})
+        return train.run_cli(parser, evaluate_checkpoint, words)
+    train.add_flags(parser, "training images and encoder", train.ENCODER)
+    train.add_flags(parser, "features", FEATURES)
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
            help="use this fraction of each class's labels, at least one per class (1)")
     if mode == "knn":
         option("--k", type=count, default=20, help="number of neighbours (20)")
     if mode in ("linear", "knn"):
-        add_flags(parser, "frozen encoder", NORM)
+        train.add_flags(parser, "frozen encoder", NORM)
     if mode != "knn":
-        add_flags(parser, "run", RUN)
+        train.add_flags(parser, "run", train.RUN)
         recipe, low_res = RECIPES[mode]
-        flags = {**RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
-        add_flags(parser, "recipe", flags, {**DEFAULTS, **recipe}, low_res)
-    return run_cli(parser, nearest_neighbours if mode == "knn" else finetune, argv)
+        flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
+        train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, low_res)
+    return train.run_cli(parser, nearest_neighbours if mode == "knn" else finetune, words)
 
 
 # Paper and release: where they or torchvision differ, and what we do
@@ -400,4 +429,4 @@ def main(argv=None):
 #   9. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
 
 if __name__ == "__main__":
-    main()
+    train.shell(main)

@@ -73,7 +73,7 @@ class HyperMAE(nn.Module):
     low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, False                           # see mae.py
+    lr_scale, pairs = 1.0, None                            # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,

@@ -50,7 +50,7 @@ class IMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, True                            # train.py draws partners, item 7
+    lr_scale, pairs = 1.0, "images"                        # train.py draws partners, item 7
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,

@@ -43,7 +43,7 @@ class MAE(nn.Module):
     low_res_config = dict(  # targets are not normalised, so that predictions can be viewed directly
         norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale, pairs = 1.0, False       # CrossMAE scales its learning rate, i-MAE learns from pairs
+    lr_scale, pairs = 1.0, None        # CrossMAE scales its learning rate, i-MAE learns from pairs
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,

@@ -1,9 +1,12 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-Start at the top. `pretrain` opens the data, builds the model, and hands both to `fit`. For each
-epoch, `fit` calls `train_epoch`, which calls `train_step` for each batch: forward, backward,
-optimizer step. The other sections are: model and recipe, evaluation, data, checkpoints, processes,
-command line. `args` holds all settings: flags (from the recipe if not given), rank, world, device.
+Start at the top. `pretrain` opens a run's folder and its data, `settle` picks every setting, and
+`fit` trains: its two loops, over epochs and over steps, stand on one page. The other sections are:
+settling, evaluation, data, checkpoints, processes, command line.
+
+Three records hold what a run knows, and nothing can change them: `flags` has the command line,
+None for what was not given; `run` has every setting, which `settle` makes from the flags, the
+checkpoint and the recipe; `here` says which process this one is, and on what device it computes.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
@@ -13,6 +16,7 @@ A method is a class like those in METHODS. tests/docs/FORKS.md lists what it mus
 """
 
 import argparse
+import builtins
 import inspect
 import json
 import math
@@ -21,20 +25,25 @@ import re
 import shlex
 import signal
 import sys
+import threading
+import time
+import zipfile
 import zlib
-from contextlib import nullcontext, suppress
+from collections import namedtuple
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from glob import glob
 from itertools import islice, product, tee
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -46,186 +55,221 @@ from hypermae import HyperMAE
 from imae import IMAE, check_same_class, draw_partners, teacher_of
 from mae import MAE
 from minr import MINR
-from vit import (SIZES, Block, InputError, denormalize, from_released, grid_of, mask_noise,
-                 normalize, pair, require, sizes_of, transfer, visible_count)
+from vit import (SIZES, Block, InputError, ViT, count_extra_tokens, denormalize, from_released,
+                 grid_of, mask_noise, normalize, pair, require, sizes_of, transfer, visible_count)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 
 
 # --------------------------------------------------------------------------------------- training
-def pretrain(args):
+def pretrain(flags):
     """Train the model of --method on --data, and return the last row of log.jsonl."""
-    cls = METHODS[args.method]
-    args.data = args.data or "shapes"
-    saved = open_run(args, f"{args.method}_{name_of(args.data)}")
-    source = saved or {"config": {}}                       # sizes, and any weights, are from here
-    if args.init and not saved:
-        source = read_checkpoint(args.init, args.heads)
-    img_size = args.img_size or source["config"].get("img_size")
-    train, val, img_size = open_data(args.data, img_size, args)
-    config = vit_config(args, img_size, {"in_chans": len(cls.mean), **source["config"]})
-    model, config = build_model(args, config, source, resumed=bool(saved))
-    del source                                             # its weights are in the model now
-    apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
-    # True: each image has a partner (i-MAE). "views": its partner is another crop of it (FORKS.md)
-    args.pairs = getattr(cls, "pairs", False)
-    args.same_draws = True                                 # MINR's random pixels: see train_step
-    if args.pairs is True:
-        check_same_class(train.labels, train.classes, args.same_class)
-    if not train.in_memory:                                # random crops, not centre crops
-        train.transform = crop_transform(img_size, args)
+    here, cls, data = start_processes(flags), METHODS[flags.method], flags.data or "shapes"
+    with open_run(flags, here, f"{flags.method}_{name_of(data)}") as (folder, saved):
+        source = saved or {"config": {}}                   # sizes, and any weights, are from here
+        if flags.init and not saved:
+            source = read_checkpoint(flags.init, flags.heads)
+        train, val, img_size = open_data(
+            data, here, flags.img_size or source["config"].get("img_size"),
+            patch_size=flags.patch_size, train_images=flags.train_images)
+        sizes = encoder_sizes(flags, img_size, {"in_chans": len(cls.mean), **source["config"]})
+        fixed, teacher = find_teacher(flags, cls, saved)
+        run = settle(
+            flags, sizes, cls.recipe, {**cls.low_res_recipe, **cls.low_res_config},
+            len(train.labels), cls.lr_scale, own=method_arguments(cls), fixed=fixed,
+            method=flags.method, data=data, images=train.known_by, folder=folder,
+            pairs=getattr(cls, "pairs", None), processes=f"{here.world} x {here.device}")
+        model = build_model(cls, run, here, {} if saved else source, teacher)
+        return fit(Pretraining(run, here, model, train, val), saved)
 
-    def make_inputs(images, labels):
-        """Return the model's arguments: images, noise and, for pairs, partners and alpha."""
-        halves = images.chunk(2 if args.pairs else 1)      # with pairs, partners come last
-        crops = [crop_batch(x, img_size, args) for x in halves] if train.in_memory else halves
-        images, *partners = [normalize(x, model) for x in crops]
+
+class Pretraining:
+    """What `fit` has to know about pretraining; finetune.Finetuning is its sibling."""
+
+    same_draws = True                                      # of MINR's pixels: see train_step
+
+    def __init__(self, run, here, model, train, val):
+        self.run, self.here, self.model, self.train, self.val = run, here, model, train, val
+        if run.pairs == "images":
+            check_same_class(train.labels, train.classes, run.same_class)
+        if not train.in_memory:                            # random crops, not centre crops
+            train.transform, train.replaces = crop_transform(model.encoder.img_size, run), True
+
+    def groups(self):
+        """Return the parameter groups of the optimizer, each a dict."""
+        return decay_groups(self.model, self.run.weight_decay)
+
+    def draw(self, images, labels):
+        """Return a step's batch: images, noise and, for pairs, partners and alpha. Draws for the
+        whole batch, and returns this process's part."""
+        run, here = self.run, self.here
+        halves = images.chunk(2 if run.pairs else 1)       # with pairs, partners come last
+        if self.train.in_memory:
+            halves = [crop_batch(x, self.model.encoder.img_size, run, here) for x in halves]
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
-        noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
-        alpha = [model.draw_alpha(args.device)] if args.pairs is True else []
-        return images, local_part(noise, args), *partners, *alpha
+        noise = mask_noise(run.mask, run.batch_size, self.model.encoder.grid, here.device)
+        alpha = [self.model.draw_alpha(here.device)] if run.pairs == "images" else []
+        return [halves[0], local_part(noise, here), *halves[1:], *alpha]
 
-    evaluate = partial(evaluate_psnr, model, val, args, args.mask)
-    return fit(args, model, decay_groups(model, args.weight_decay), train, val, make_inputs,
-               evaluate, saved, method=args.method, config=config)
+    def inputs(self, *piece):
+        """Return the model's arguments for a piece of the batch: its images are normalised."""
+        return [normalize(x, self.model) if x.ndim == 4 else x for x in piece]
+
+    def evaluate(self):
+        """Return scores {name: value} and the columns of recon.png, or None for no picture."""
+        run = self.run
+        return evaluate_psnr(self.model, self.val, self.here, run.mask, None, run.eval_images,
+                             run.leak_free)
 
 
-def fit(args, model, groups, train, val, make_inputs, evaluate, saved, **content):
-    """Train for --epochs epochs and return the last row of log.jsonl. make_inputs(images, labels)
-    returns the model's arguments. evaluate() returns scores {name: value} and the columns of
-    recon.png, or None for no picture. `saved` is the last.pt to resume from, or {}. `content` is
-    added to every last.pt."""
-    n, pieces = len(train.labels), args.world * args.accum
-    require(args.batch_size <= n and args.batch_size % pieces == 0,
-            f"--batch_size {args.batch_size} must be at most {n} (training images) and "
-            f"divisible by {args.world} processes x --accum {args.accum}")
-    args.eval_every = args.eval_every or max(1, args.epochs // 50)
-    optimizer = make_optimizer(args, groups)
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
-    content.update(classes=train.classes, mean=model.mean, std=model.std, flags=vars(args))
+def fit(task, saved):
+    """Train for --epochs epochs and return the last row of log.jsonl. `task` is a Pretraining or a
+    Finetuning. `saved` is the last.pt to resume from, or {}."""
+    run, here, model, train = task.run, task.here, task.model, task.train
+    n, pieces = len(train.labels), here.world * run.accum
+    require(run.batch_size <= n and run.batch_size % pieces == 0,
+            f"--batch_size {run.batch_size} must be at most {n} (training images) and "
+            f"divisible by {here.world} processes x --accum {run.accum}")
+    steps = n // run.batch_size
+    optimizer = make_optimizer(run, here, task.groups())
+    scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
+    content = describe(task)
     history = resume(saved, model, optimizer, scaler, content) if saved else []
-    describe(args, model, train, val)
-    net, folder = wrap(model, args), Path(args.runs, args.name)
-    if args.rank == 0 and history:                         # a killed run may lack its last row
-        write_log(history, folder)
-    elif args.rank == 0:                                   # no --resume may continue an old run
-        (folder / "last.pt").unlink(missing_ok=True)
+    net, saved_at = wrap(model, run, here), perf_counter()
+    first = history[-1]["epoch"] if history else 0
+    if here.rank == 0:
+        begin_files(run.folder, history)
 
-    if args.epochs == 0 and not history:                   # no training: save the initial model
-        scores, columns = evaluate()
-        history.append({"epoch": 0, **scores})
-        print("epoch 0:", ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
-        if args.rank == 0:
-            save_run(folder, model, optimizer, scaler, history, content, columns)
-    epochs = range(history[-1]["epoch"] if history else 0, args.epochs)
-    batches = load_images(train, draw_keys(train, epochs, args), args)
-    saved_at = perf_counter()
-    for epoch in epochs:
-        row = train_epoch(epoch, model, net.train(), optimizer, scaler, batches,
-                          n // args.batch_size, make_inputs, args)
-        due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
-        scores, columns = evaluate() if due else ({}, None)
-        history.append({"epoch": epoch + 1, **row, **scores})
-        if epoch == epochs.start:
-            report_unreadable(train, args)
-        if args.rank == 0 and (due or perf_counter() - saved_at > 60):
-            save_run(folder, model, optimizer, scaler, history, content, columns)
+    batches = load_images(train, draw_keys(train, range(first, run.epochs), run, here), here)
+    # epoch 0 only evaluates: without training, the initial model is saved
+    for epoch in range(first + 1 if run.epochs or history else 0, run.epochs + 1):
+        meter = Meter(task, epoch, steps, scaler)
+        net.train()
+        for step, (images, labels) in enumerate(meter.bar(batches), start=1):
+            lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
+            seed = hash((run.seed, epoch - 1, step))       # integers hash the same everywhere
+            torch.manual_seed(seed)                        # seeds crops, masks and mixing
+            batch = task.draw(images, labels)
+            metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
+            if hasattr(model, "after_step"):               # a momentum teacher, for example
+                model.after_step((epoch - 1 + step / steps) / run.epochs)
+            meter.add(metrics, step, lr)
+        check_unreadable(train, here, tell=epoch == first + 1)
+        due = epoch % run.eval_every == 0 or epoch == run.epochs
+        scores, columns = task.evaluate() if due else ({}, None)
+        history.append({"epoch": epoch, **meter.row(), **scores})
+        if here.rank == 0 and (due or perf_counter() - saved_at > 60):
+            save_run(run.folder, content, model, optimizer, scaler, history, columns)
             saved_at = perf_counter()
         shown = [f"{name} {history[-1][name]:.4g}" for name in
                  ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
-        print(f"epoch {epoch + 1}:", ", ".join(shown), flush=True)
-    print("see    ", *sorted(folder.glob("*.*")))
+        print(f"epoch {epoch}:", ", ".join(shown))
+    print("see    ", *sorted(run.folder.glob("*.*")))
     return history[-1]
 
 
-def train_epoch(epoch, model, net, optimizer, scaler, batches, steps, make_inputs, args):
-    """Train for one epoch, on the next `steps` batches, and return its values for the log. `net` is
-    the model as returned by `wrap`."""
-    totals, waited = {}, 0.0
-    pause = 0.1 if sys.stderr.isatty() else 60             # a log file gets a line each minute
-    bar = tqdm(islice(batches, steps), f"epoch {epoch + 1}/{args.epochs}", steps, unit="img",
-               unit_scale=args.batch_size, leave=False, mininterval=pause, delay=pause,
-               disable=args.rank > 0)
-    began = asked = perf_counter()                         # asked: when a batch was last requested
-    for step, (images, labels) in enumerate(bar, start=1):
-        waited += perf_counter() - asked
-        lr = learning_rate(epoch + (step - 1) / steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)             # finetune: layer decay
-        step_seed = hash((args.seed, epoch, step))         # integers hash the same everywhere
-        torch.manual_seed(step_seed)                       # seeds crops, masks and mixing
-        inputs = make_inputs(images, labels)
-        metrics = train_step(net, optimizer, scaler, inputs, step_seed + 1, args)
-        if hasattr(model, "after_step"):                   # a momentum teacher, for example
-            model.after_step((epoch + step / steps) / args.epochs)
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0) + value
-        if step % 20 == 0 or step == steps:                # the loop's only host-device sync
-            loss = metrics["loss"].item()
-            # In fp16, some steps overflow: the scaler skips them and halves its scale. If the scale
-            # is down to 1, the loss itself is wrong.
-            require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at epoch "
-                    f"{epoch + 1}, step {step}: use --clip_grad or a lower --lr")
-            bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
-        asked = perf_counter()
-    means = mean_over_processes(totals, steps, args)
-    seconds = perf_counter() - began
-    return {"lr": lr, **means, "wait": round(waited / seconds, 3),
-            "img_s": round(steps * args.batch_size / seconds, 1)}
-
-
-def train_step(net, optimizer, scaler, inputs, seed, args):
-    """Take one optimizer step, in --accum pieces. `inputs` are this process's arguments for net.
+def train_step(net, optimizer, scaler, batch, seed, task):
+    """Take one optimizer step, in --accum pieces. `batch` is this process's part, from task.draw.
     Returns metrics {name: value} on the device. Never synchronises host and device."""
-    metrics = {}
-    for i in range(args.accum):
+    run, here, metrics = task.run, task.here, {}
+    for i in range(run.accum):
         # i-MAE's alpha, a scalar, goes to every piece
-        piece = [x.chunk(args.accum)[i] if x.ndim else x for x in inputs]
-        # Seed the draws inside the model. In pretraining, all pieces and processes draw the same
-        # numbers (MINR's pixels); in fine-tuning, each piece draws its own (drop path).
-        torch.manual_seed(seed if args.same_draws else seed + args.rank * args.accum + i)
-        sync_gradients = args.world == 1 or i + 1 == args.accum        # at the last piece
+        piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]
+        # Seed the draws of a piece. In pretraining, all pieces and processes draw the same numbers
+        # (MINR's pixels); in fine-tuning, each piece draws its own (drop path, MixUp, CutMix).
+        torch.manual_seed(seed if task.same_draws else seed + here.rank * run.accum + i)
+        inputs = task.inputs(*piece)                       # a piece at a time: floats are large
+        sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
-            with autocast(args):
-                loss, values = net(*piece)
-            scaler.scale(loss / args.accum).backward()
+            with autocast(here):
+                loss, values = net(*inputs)
+            scaler.scale(loss / run.accum).backward()
         for name, value in values.items():
-            metrics[name] = metrics.get(name, 0) + value / args.accum
-    if args.clip_grad:
+            metrics[name] = metrics.get(name, 0) + value / run.accum
+    if run.clip_grad:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), run.clip_grad)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     return metrics
 
 
-def draw_keys(train, epochs, args):
+class Meter:
+    """Progress bar, mean metrics and speed of an epoch, and the rows of steps.jsonl."""
+
+    def __init__(self, task, epoch, steps, scaler):
+        self.run, self.here, self.scaler = task.run, task.here, scaler
+        self.epoch, self.steps, self.totals, self.lr = epoch, steps, {}, 0.0
+        self.waited, self.began = 0.0, perf_counter()
+
+    def bar(self, batches):
+        """Yield the epoch's batches, none in epoch 0, and measure how long each takes to arrive."""
+        if self.epoch == 0:
+            return
+        self.tqdm = progress(islice(batches, self.steps), f"epoch {self.epoch}/{self.run.epochs}",
+                             self.steps, self.here, unit="img", unit_scale=self.run.batch_size)
+        asked = perf_counter()
+        for batch in self.tqdm:
+            self.waited += perf_counter() - asked
+            yield batch
+            asked = perf_counter()
+
+    def add(self, metrics, step, lr):
+        """Add up a step's metrics, on the device. Every 20 steps, write a row and check that the
+        loss is finite: the loop's only host-device sync."""
+        self.lr = lr
+        for name, value in metrics.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+        if step % 20 == 0 or step == self.steps:
+            loss = metrics["loss"].item()
+            # In fp16, some steps overflow: the scaler skips them and halves its scale. If the scale
+            # is down to 1, the loss itself is wrong.
+            require(math.isfinite(loss) or self.scaler.get_scale() > 1, f"the loss is {loss} at "
+                    f"epoch {self.epoch}, step {step}: use --clip_grad or a lower --lr")
+            self.tqdm.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
+            if self.here.rank == 0:
+                row = {"epoch": self.epoch, "step": step, "loss": loss, "lr": lr}
+                write_rows(self.run.folder / "steps.jsonl", [row], "a")
+
+    def row(self):
+        """Return the epoch's values for the log."""
+        if self.epoch == 0:
+            return {}
+        means = mean_over_processes(self.totals, self.steps, self.here)
+        seconds = perf_counter() - self.began
+        return {"lr": self.lr, **means, "wait": round(self.waited / seconds, 3),
+                "img_s": round(self.steps * self.run.batch_size / seconds, 1)}
+
+
+def draw_keys(train, epochs, run, here):
     """Yield, for each step of `epochs`, the keys (b,2) of this process's images. A key is a crop
     seed and an image's index. With pairs, a step's images come first, then their partners."""
     n = len(train.labels)
     for epoch in epochs:
-        seed = hash((args.seed, epoch))
+        seed = hash((run.seed, epoch))
         g = torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=g)[:n - n % args.batch_size]
+        order = torch.randperm(n, generator=g)[:n - n % run.batch_size]
         keys = [keys_of(order, seed)]
-        if args.pairs:
-            partners = order if args.pairs == "views" else draw_partners(
-                order, train.labels, args.same_class, g)
+        if run.pairs:
+            partners = order if run.pairs == "views" else draw_partners(
+                order, train.labels, run.same_class, g)
             keys.append(keys_of(partners, seed ^ 1))       # their crops differ
-        for step in zip(*(x.split(args.batch_size) for x in keys)):
-            yield torch.cat([local_part(x, args) for x in step])
+        for step in zip(*(x.split(run.batch_size) for x in keys)):
+            yield torch.cat([local_part(x, here) for x in step])
 
 
-def learning_rate(t, args):
+def learning_rate(t, run):
     """Return the learning rate at time t in epochs, e.g. 3.7. It grows linearly from 0 to lr over
     warmup_epochs, as in the release. Then it is constant or falls to min_lr along half a cosine."""
-    if t < args.warmup_epochs:
-        return args.lr * t / args.warmup_epochs
-    if args.schedule == "constant":
-        return args.lr
-    t = (t - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
-    return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+    if t < run.warmup_epochs:
+        return run.lr * t / run.warmup_epochs
+    if run.schedule == "constant":
+        return run.lr
+    t = (t - run.warmup_epochs) / (run.epochs - run.warmup_epochs)
+    return run.min_lr + (run.lr - run.min_lr) * 0.5 * (1 + math.cos(math.pi * t))
 
 
 def decay_groups(model, weight_decay):
@@ -235,81 +279,109 @@ def decay_groups(model, weight_decay):
             dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
 
 
-def make_optimizer(args, groups):
-    """Return the recipe's optimizer, fused except on MPS."""
-    kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[args.optimizer]
-    more = dict(momentum=0.9) if args.optimizer == "sgd" else dict(betas=args.betas)
-    return kind(groups, lr=args.lr, fused=args.device.type != "mps", **more)
+def make_optimizer(run, here, groups):
+    """Return the recipe's optimizer, fused where torch can: not on MPS in torch 2.6."""
+    kind = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD)[run.optimizer]
+    more = dict(momentum=0.9) if run.optimizer == "sgd" else dict(betas=run.betas)
+    return kind(groups, lr=run.lr, fused=here.device.type != "mps", **more)
 
 
-def wrap(model, args):
+def wrap(model, run, here):
     """Prepare the model for training: gradient checkpointing, DistributedDataParallel and
     torch.compile, as requested."""
-    if args.grad_checkpointing:
+    if run.grad_checkpointing:
         for module in model.modules():
             if isinstance(module, (Block, CrossBlock)):
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    if args.world > 1:
+    if here.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if args.compile:
-        # torch 2.6 cannot combine optimize_ddp with checkpointing
-        torch._dynamo.config.optimize_ddp = not args.grad_checkpointing
+    if run.compile:
+        try:                                               # something small: is a compiler there?
+            torch.compile(lambda x: x + 1)(torch.zeros(8, device=here.device))
+        except Exception as error:
+            raise InputError(f"--compile: torch.compile fails here ({last_line(error)}): install a "
+                             f"C++ compiler such as g++, or drop --compile") from error
+        # torch 2.6 cannot cut a checkpointed graph at DDP's buckets; 2.14 can
+        torch._dynamo.config.optimize_ddp = not run.grad_checkpointing or TORCH >= (2, 14)
         model = torch.compile(model, dynamic=False)
     return model
 
 
-def describe(args, model, train, val):
-    """Print what is trained, on what data and how."""
-    n, n_val, encoder = len(train.labels), len(val.labels[:args.eval_images]), model.encoder
+def describe(task):
+    """Print what is trained, on what data and how. Returns what each last.pt says of the run."""
+    run, here, model, train = task.run, task.here, task.model, task.train
+    n, n_val, encoder = len(train.labels), len(task.val.labels[:run.eval_images]), model.encoder
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {args.data}: {n} train, {n_val} val, {encoder.img_size} pixels in patches of "
+    print(f"data    {run.data}: {n} train, {n_val} val, {encoder.img_size} pixels in patches of "
           f"{encoder.patch_size}, {'in memory' if train.in_memory else 'in files'}")
-    print(f"model   {type(model).__name__}: {size:.2f} M parameters, {args.world} x {args.device}, "
-          f"{args.dtype}")
-    print(f"train   {args.epochs} epochs ({args.warmup_epochs:g} warmup), {n // args.batch_size} "
-          f"steps per epoch, batch size {args.batch_size}, {args.optimizer}, lr {args.lr:.3g}")
+    print(f"model   {type(model).__name__}: {size:.2f} M parameters, {run.processes}, {here.dtype}")
+    print(f"train   {run.epochs} epochs ({run.warmup_epochs:g} warmup), {n // run.batch_size} "
+          f"steps per epoch, batch size {run.batch_size}, {run.optimizer}, lr {run.lr:.3g}")
+    if run.low_res:
+        print(f"low_res {', '.join(run.low_res)} (for small images or encoders; --size and "
+              f"--batch_size do not change these)")
+    flags = {name: value for name, value in run._asdict().items()
+             if name not in ("config", "folder", "low_res")}
+    return dict(method=run.method, config=dict(run.config), classes=train.classes, mean=model.mean,
+                std=model.std, flags=flags, source=source_of(type(model)))
 
 
-# --------------------------------------------------------------------------- the model, the recipe
-def build_model(args, config, source, resumed):
-    """Return the model of --method, and its constructor arguments: the encoder's (`config`) and the
-    method's own. Weights are random or from `source`, the --init file. When a run is resumed,
-    `source` is its last.pt. A teacher's sizes come from it; `resume` later loads all weights."""
-    cls, teacher = METHODS[args.method], {}
-    own = method_arguments(cls)
-    fill_in(args, {**own, **cls.low_res_config} if is_low_res(config) else own)
-    config = {**config, **{name: getattr(args, name) for name in own}}
-    if resumed and "teacher" in source["config"]:
-        config["teacher"] = source["config"]["teacher"]
-    elif getattr(args, "teacher", None) and not resumed:
-        config["teacher"], teacher = teacher_of(read_checkpoint(args.teacher, args.heads), config)
-    elif hasattr(args, "teacher"):                         # i-MAE's flag
-        print("note    no --teacher, an MAE's checkpoint: training without distillation")
-    torch.manual_seed(args.seed)
-    model = cls(**config).to(args.device)
-    visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if args.init and not resumed:
-        initialize(model, source, args.init)
-    if teacher:                                            # overrides one in the --init file
-        model.teacher.load_state_dict(teacher)
-        print(f"teacher {args.teacher}")
-    return model, config
+# --------------------------------------------------------------------------------------- settling
+def settle(flags, sizes, recipe, low_res, n, lr_scale=1.0, least_eval_every=1, own={}, fixed={},
+           **facts):
+    """Return all settings of a run, in a record that nothing can change. n is the number of
+    training images. `run.config` has the constructor's arguments: sizes, own and fixed.
+
+    A setting comes from the first of these that has it: its flag; `low_res`, if is_low_res(sizes);
+    `recipe`, how to train; `own`, a method's own arguments. A flag with one default for all runs
+    has that from parsing (DEFAULTS), and encoder_sizes has chosen the sizes. The rest depends on
+    other settings:
+        batch_size: at most a tenth of the n images; then it is a power of two
+        warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
+        lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
+            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments
+        eval_every: so that a run has at most 50 validations
+    """
+    given = {name: value for name, value in flags._asdict().items() if value is not None}
+    small = low_res if is_low_res(sizes) else {}
+    base = {**own, **recipe, **small}
+    values = {"min_lr": 0.0, **base, **given, **sizes, **facts}
+    config = {**sizes, **{name: values[name] for name in own}, **fixed}
+    if recipe and "batch_size" not in given and base["batch_size"] > n / 10:
+        values["batch_size"] = min(n, 2 ** max(1, int(math.log2(n / 10))))
+        print(f"note    the batch size is {values['batch_size']}, because {n} images are few")
+    if recipe:
+        if "warmup_epochs" not in given:
+            values["warmup_epochs"] *= min(1, values["epochs"] / base["epochs"])
+        values["warmup_epochs"] = min(values["warmup_epochs"], values["epochs"])
+        if "lr" not in given:
+            if "blr" in given or "lr" not in base:
+                values["lr"] = values["blr"] * values["batch_size"] / 256
+            values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
+        values.setdefault("eval_every", max(1, values["epochs"] // 50, least_eval_every))
+    values["low_res"] = [f"{name} {values[name]}" for name in small if name not in given]
+    return frozen(**{**flags._asdict(), **values, "config": MappingProxyType(config)})
 
 
-def vit_config(args, img_size, source):
+def frozen(**values):
+    """Return a record with these values as attributes, which cannot be set again."""
+    return namedtuple("Settings", values)(**values)
+
+
+def encoder_sizes(flags, img_size, source):
     """Return the encoder's constructor arguments. Each comes from the last of these that sets it:
     the defaults, `source` (a checkpoint's config or {}), --size, its own flag."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
     defaults = dict(patch_size=patch_size, in_chans=3, **SIZES["micro"])
-    flags = {name: value for name, value in vars(args).items() if value is not None}
-    config = {**defaults, **source, **SIZES.get(args.size, {}), **flags, "img_size": img_size}
+    given = {name: value for name, value in flags._asdict().items() if value is not None}
+    config = {**defaults, **source, **SIZES.get(flags.size, {}), **given, "img_size": img_size}
     return {name: config[name] for name in ("img_size", *defaults)}
 
 
-def is_low_res(config):
+def is_low_res(sizes):
     """Return whether the low-resolution settings apply: to images of up to 64 pixels, or to an
     encoder no wider than micro."""
-    return max(config["img_size"]) <= 64 or config["dim"] <= SIZES["micro"]["dim"]
+    return max(sizes["img_size"]) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]
 
 
 def method_arguments(cls):
@@ -317,35 +389,38 @@ def method_arguments(cls):
     return cls.__init__.__kwdefaults__ or {}
 
 
-def fill_in(args, defaults):
-    """Fill in the flags that were not given, using `defaults` {name: value}."""
-    for name, value in defaults.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+def find_teacher(flags, cls, saved):
+    """Return i-MAE's further constructor arguments, and the teacher's checkpoint or None. The sizes
+    are from --teacher or, if the run is resumed, from its last.pt, which also has the weights."""
+    if "teacher" in saved.get("config", {}):
+        return {"teacher": saved["config"]["teacher"]}, None
+    if flags.teacher and not saved:
+        teacher = read_checkpoint(flags.teacher, flags.heads)
+        return {"teacher": {x: teacher["config"][x] for x in ("dim", "depth", "heads")}}, teacher
+    if getattr(cls, "pairs", None) == "images":
+        print("note    no --teacher, an MAE's checkpoint: training without distillation")
+    return {}, None
 
 
-def apply_recipe(args, recipe, low_res, config, n, lr_scale=1.0):
-    """Set the training flags that were not given, from `recipe`. If is_low_res(config), `low_res`
-    overrides it. Three defaults are adapted. A batch larger than a tenth of the n training images
-    becomes the largest power of two below. Fewer --epochs shorten the warmup in proportion. The
-    learning rate is lr_scale (CrossMAE A.6) times lr or, without an lr, times blr * batch_size /
-    256 (MAE A.1)."""
-    recipe = {"min_lr": 0.0, **recipe, **(low_res if is_low_res(config) else {})}
-    lr = None if args.blr is not None else recipe.get("lr")            # --blr replaces any lr
-    if args.batch_size is None and recipe["batch_size"] > n / 10:
-        recipe["batch_size"] = 2 ** max(1, int(math.log2(n / 10)))
-        print(f"note    the batch size is {recipe['batch_size']}, because {n} images are few")
-    if args.epochs is not None:
-        recipe["warmup_epochs"] *= min(1, args.epochs / recipe["epochs"])
-    fill_in(args, {name: value for name, value in recipe.items() if name != "lr"})
-    args.warmup_epochs = min(args.warmup_epochs, args.epochs)
-    if args.lr is None:
-        args.lr = lr_scale * (args.blr * args.batch_size / 256 if lr is None else lr)
+def build_model(cls, run, here, source, teacher):
+    """Return a method's model. Its weights are random or from `source`, the --init file, if that
+    has any; those of the teacher are from `teacher`, a checkpoint or None."""
+    if teacher:
+        weights = teacher_of(teacher, run.config)[1]
+    torch.manual_seed(run.seed)
+    model = cls(**run.config).to(here.device)
+    visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
+    if "model" in source:
+        initialize(model, source, run.init)
+    if teacher:                                            # replaces one in the --init file
+        model.teacher.load_state_dict(weights)
+        print(f"teacher {run.teacher}")
+    return model
 
 
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate_psnr(model, val, args, mask, mask_ratio=None):
+def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, leak_free=False):
     """Return three mean PSNRs in dB: of the masked pixels, of the image with visible pixels copied
     in, and of the raw reconstruction. Masks follow the pattern `mask` and depend only on the
     image's index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
@@ -355,13 +430,13 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
     columns, encoder, n = None, model.eval().encoder, 0
     # a process without images reports zeros
     sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded"), 0)
-    for ids, images, _ in val_batches(val, args, encoder.img_size, args.eval_images):
+    for ids, images, _ in val_batches(val, here, encoder.img_size, most):
         # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
-        with autocast(args):
-            decoded, patches = model.reconstruct(normalize(images, model), noise.to(args.device),
-                                                 mask_ratio, args.leak_free)
+        with autocast(here):
+            decoded, patches = model.reconstruct(normalize(images, model), noise.to(here.device),
+                                                 mask_ratio, leak_free)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(patches.float())                 # (b, 1, H, W)
         copied = torch.where(is_masked > 0, decoded, truth)
@@ -375,47 +450,58 @@ def evaluate_psnr(model, val, args, mask, mask_ratio=None):
         n += len(images)
         columns = columns or {"original": truth[:8], "masked": grey[:8], "decoded": decoded[:8],
                               "completed": copied[:8]}
-    return mean_over_processes(sums, n, args), columns
+    return mean_over_processes(sums, n, here), columns
 
 
-@torch.no_grad()
-def compare(args):
+def compare(flags):
     """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
     Saves a picture for the first mask and ratio. tests/analyses.py has the papers' analyses."""
-    require(args.world == 1, f"--eval runs in one process, not in {args.world}")
-    rows, names, columns, paths = [], [], {}, []
-    for word in args.eval:                                 # Windows shells do not expand runs/*
+    world = os.environ.get("WORLD_SIZE", "1")
+    require(world == "1", f"--eval runs in one process, not in {world}")
+    here, data, problem = start_processes(flags), flags.data, ""
+    rows, columns, paths = [], {}, []
+    for word in flags.eval:                                # Windows shells do not expand runs/*
         paths += [word] if Path(word).exists() else sorted(glob(word)) or [word]
     for path in paths:
-        path = os.path.join(path, "last.pt") if Path(path).is_dir() else path
         content = read_checkpoint(path)
-        if getattr(METHODS.get(content["method"]), "reconstruct", None) is None:
-            print(f"note    skipping {path}, a {content['method']}: it predicts no pixels")
+        try:
+            require(content["method"] != "classifier", "a classifier predicts no pixels")
+            model = load_model(content, norm_pix_loss=flags.norm_pix_loss).to(here.device)
+            require(getattr(model, "reconstruct", None), "its method predicts no pixels")
+        except InputError as error:
+            problem = f"{content['path']}: {error}"
+            print(f"note    skipping {problem}")
             continue
-        model = load_model(path).to(args.device)
         sizes = f"--img_size {model.encoder.img_size} and --patch_size {model.encoder.patch_size}"
         own_data = content["flags"].get("data", "shapes")
         if not rows:                                       # all get the first one's data and size
-            first, first_sizes, args.data = path, sizes, args.data or own_data
-            val, _ = open_data(args.data, model.encoder.img_size, args, parts=["val"])
+            first, first_sizes, data = path, sizes, data or own_data
+            val, _ = open_data(data, here, model.encoder.img_size, parts=["val"])
         require(sizes == first_sizes, f"{path} has {sizes}, but {first} has {first_sizes}: "
                                       f"evaluate them separately")
-        if own_data != args.data:
-            print(f"note    {path} was trained on {own_data} and is evaluated on {args.data}")
-        names.append(name_of(path))
-        for mask, ratio in product(args.masks, args.mask_ratios):
-            scores, images = evaluate_psnr(model, val, args, mask, ratio)
-            rows.append({"checkpoint": path, "mask": mask, "mask_ratio": ratio, **scores})
-            if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
+        if own_data != data:
+            print(f"note    {path} was trained on {own_data} and is evaluated on {data}")
+        for mask, ratio in product(flags.masks, flags.mask_ratios):
+            scores, images = evaluate_psnr(model, val, here, mask, ratio, flags.eval_images,
+                                           flags.leak_free)
+            rows.append({"checkpoint": content["path"], "mask": mask, "mask_ratio": ratio,
+                         **scores})
+            if (mask, ratio) == (flags.masks[0], flags.mask_ratios[0]):
                 columns = columns or {name: images[name] for name in ("original", "masked")}
-                title = f"{names[-1]}\n{scores['psnr_masked']:.2f} dB"
+                title = f"{name_of(content['path'])}\n{scores['psnr_masked']:.2f} dB"
+                while title in columns:                    # two files of the same name
+                    title += "'"
                 columns[title] = images["completed"]
-    require(rows, f"--eval {' '.join(args.eval)}: no checkpoint predicts pixels")
-    picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
-    save_picture(columns, picture)
-    print(f"PSNR in dB, mean over {len(val.labels[:args.eval_images])} images of {args.data}")
+    require(rows, f"--eval found no checkpoint that predicts pixels; {problem}")
+    print(f"PSNR in dB, mean over {len(val.labels[:flags.eval_images])} images of {data}")
     print(as_table(rows))
-    print(f"see     {picture}")
+    names = dict.fromkeys(name_of(row["checkpoint"]) for row in rows)
+    picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
+    for path in (picture, Path(picture.name)):             # a model's folder may be read-only
+        with side_product(path):
+            save_picture(columns, path)
+            print(f"see     {path}")
+            break
     return rows
 
 
@@ -425,11 +511,14 @@ def save_picture(columns, path):
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
     size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
+    letters = max(4, size[1] // 6)                         # per line: each is 6 pixels wide
+    titles = ["\n".join(line[i:i + letters] for line in title.splitlines()
+                        for i in range(0, len(line), letters)) for title in columns]
+    top = max(30, 15 * max(title.count("\n") + 1 for title in titles))
     cells = torch.stack([F.interpolate(x, size) for x in images], dim=1).flatten(0, 1)
     grid = torchvision.utils.make_grid(cells, nrow=len(images), pad_value=1)
-    picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, 30, 0), value=1).clamp(0, 1))
-    for i, title in enumerate(columns):
-        title = "\n".join(line[:size[1] // 6] for line in title.splitlines())    # 6 pixels each
+    picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, top, 0), value=1).clamp(0, 1))
+    for i, title in enumerate(titles):
         ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="black")
     picture.save(path)
 
@@ -446,163 +535,208 @@ def as_table(rows):
 class ImageDataset(Dataset):
     """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
     `images` is a uint8 tensor (N,C,H,W) or a list of N file names. Files need a `transform`. With
-    it, workers load images one by one. Without it, crop_batch crops whole batches for training."""
+    it, workers load images one by one. Without it, crop_batch crops whole batches for training.
 
-    def __init__(self, images, labels, classes):
+    A file that cannot be read is an error. But in training (`replaces`), another image is shown
+    instead; load_images adds the reason to `unreadable`, which check_unreadable looks at."""
+
+    def __init__(self, images, labels, classes, transform=None):
         self.in_memory = torch.is_tensor(images)
         # An array of bytes: counting references would copy a list of strings into every worker.
         self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
-        self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
-        self.unreadable, self.reported = torch.zeros(len(images), dtype=torch.bool), 0
-        self.unreadable.share_memory_()                    # workers write to it
+        self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, transform
+        self.replaces, self.unreadable, self.known_by = False, set(), ""
 
     def __getitem__(self, key):
-        """Return image i and its label for key = (seed, i). The seed is for random transforms. An
-        image that cannot be read is replaced by another one, the same for all seeds. But with seed
-        0 (validation), it is replaced by a black image, which val_batches leaves out."""
-        seed, i = key
-        image, g = self.read(i), torch.Generator().manual_seed(i)
-        if image is None and seed != 0:
-            for i in torch.randint(len(self.images), (100,), generator=g).tolist():
-                image = self.read(i)
-                if image is not None:
-                    break
-        if image is None:
-            image = torch.zeros(3, 8, 8, dtype=torch.uint8)
+        """Return image i, its label, and "" for key = (seed, i). The seed is for random transforms.
+        If image k is shown instead, returns image k, its label, and what is wrong with file i."""
+        (seed, i), k, problem = key, key[1], ""
+        g = torch.Generator().manual_seed(i)               # the same images for all seeds
+        for _ in range(100):
+            try:
+                image = self.images[k]
+                image = image if self.in_memory else read_image(os.fsdecode(image))
+                break
+            except InputError as error:
+                require(self.replaces, str(error))
+                problem, k = problem or str(error), torch.randint(len(self.images), (), generator=g)
+        else:
+            raise InputError(problem)
         # torch.manual_seed would also seed GPUs, which takes 100 times as long
-        torch.default_generator.manual_seed(hash(tuple(key)))
-        return self.transform(image), self.labels[i].item()
-
-    def read(self, i):
-        """Return image i, or None if its file cannot be read. Reports the first ten such files."""
-        if self.in_memory:
-            return self.images[i]
-        file = os.fsdecode(self.images[i])
-        try:
-            return read_image(file)
-        except Exception as error:                         # a broken file can raise anything
-            if not self.unreadable[i] and self.unreadable.sum() < 10:
-                tqdm.write(f"cannot read {file}: {error}", file=sys.stderr)
-            self.unreadable[i] = True
-            return None
+        torch.default_generator.manual_seed(hash((seed, i)))
+        return self.transform(image), self.labels[k].item(), problem
 
     def select(self, ids):
         """Keep only the images with indices ids (n,)."""
-        self.labels, self.unreadable = self.labels[ids], self.unreadable[ids].share_memory_()
+        self.labels = self.labels[ids]
         self.images = self.images[ids] if self.in_memory else self.images[ids.numpy()]
 
 
-def report_unreadable(dataset, args):
-    """Print the number of a dataset's unreadable files if it has grown. Raises InputError if it
-    exceeds a tenth of the files."""
-    flags = dataset.unreadable.int().to(args.device)
-    if args.world > 1:
-        dist.all_reduce(flags, dist.ReduceOp.MAX)          # each process has read some of the files
-    count, text = flags.sum().item(), f"of {len(flags)} image files cannot be read"
-    require(count <= len(flags) / 10, f"{count} {text}, more than a tenth")
-    if count > dataset.reported:
-        print(f"note    {count} {text}")
-        dataset.reported = count
+def check_unreadable(dataset, here, tell):
+    """Raise InputError if more than a tenth of a dataset's files could not be read since the last
+    call, by all processes together. With `tell`, print their number and the first ten."""
+    found, n = sorted(set().union(*gather(dataset.unreadable, here))), len(dataset.labels)
+    dataset.unreadable.clear()
+    require(len(found) <= n / 10, f"{len(found)} of {n} image files, more than a tenth, cannot be "
+                                  f"read: {' '.join(found[:1])}")
+    if tell and found:
+        print(f"note    {len(found)} of {n} image files cannot be read; others replace them:",
+              *found[:10], sep="\n        ")
 
 
-def open_data(name, img_size, args, parts=("train", "val")):
+def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None,
+              train_images=None):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
-    in memory are moved to the device. Sets args.images, by which --resume recognises the data."""
-    size, args.images = img_size or (32, 32), name
+    in memory are on the device. By a dataset's `known_by`, --resume recognises the data."""
+    root, known_by, small = Path(name).absolute(), name, True
     if name == "shapes":
-        counts = [{"train": 10_000, "val": 1_000}[part] for part in parts]       # also the seeds
-        datasets = [ImageDataset(*draw_shapes(n, size, seed=n), [*SHAPES]) for n in counts]
+        counts = {"train": 10_000, "val": 1_000}           # also the seeds
+        found = [(*draw_shapes(counts[part], img_size or (32, 32), seed=counts[part]), [*SHAPES])
+                 for part in parts]
     elif name in ("cifar10", "cifar100"):
-        kind = getattr(torchvision.datasets, name.upper())
-        if args.local_rank > 0:                            # one process of each machine downloads,
-            dist.barrier()                                 # and then the others find the files
-        try:
-            sets = [kind("data", train=part == "train", download=True) for part in parts]
-        except (OSError, RuntimeError) as error:
-            raise InputError(f"--data {name}: cannot download {kind.url} to data/ ({error}). "
-                             "Without internet, pass a folder of images")
-        if args.local_rank == 0 and args.world > 1:
-            dist.barrier()
-        datasets = [ImageDataset(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes)
-                    for s in sets]
-    elif name.endswith(".pt"):                             # your own tensors: tests/docs/FORKS.md
-        content = torch.load(name, weights_only=True)
-        require(isinstance(content, dict) and {*parts} <= {*content},
-                f"--data {name} must be a dict with train and val (tests/docs/FORKS.md)")
-        datasets = [ImageDataset(*content[part]) for part in parts]
-        require(all(dataset.images.dtype is torch.uint8 for dataset in datasets),
-                f"--data {name}: images must be uint8 (N,C,H,W)")
-        size = img_size or tuple(datasets[0].images.shape[2:])
-        args.images = f"{zlib.crc32(datasets[0].images.contiguous().numpy()):08x} (checksum)"
+        found = open_cifar(name, here, parts)
+    elif root.suffix == ".pt" and root.is_file():
+        found = open_tensors(name, parts)
+        known_by = f"{zlib.crc32(found[0][0].contiguous().numpy()):08x} (checksum)"
     else:
-        require(Path(name).is_dir(), f"--data {name} is not shapes, cifar10, cifar100, a .pt file "
-                                     f"or a folder")
-        datasets, size = open_folder(Path(name).absolute(), img_size, args, parts)
-    if args.train_images is not None and "train" in parts:
-        order = torch.randperm(len(datasets[0].labels), generator=torch.Generator().manual_seed(0))
-        datasets[0].select(order[:args.train_images])
-    for dataset in datasets:
-        if dataset.in_memory:
-            if any(own > side for own, side in zip(dataset.images.shape[2:], size)):
-                dataset.images = v2.functional.resize(dataset.images, size)    # antialiased
-            dataset.images = dataset.images.to(args.device).contiguous()
-    return *datasets, size
+        require(root.exists(), f"--data {name} does not exist: pass shapes, cifar10, cifar100, a "
+                               f".pt file or a folder of images")
+        require(root.is_dir(), f"--data {name} is a file: pass the folder of your images")
+        found = list_folder(root, parts)
+        names = [file[len(str(root)):] for files, *_ in found for file in files]
+        checksum = zlib.crc32(os.fsencode("\n".join(names)))
+        known_by = f"{len(names)} images, names {checksum:08x} (checksum)"
+        img_size, small = sizes_of_files(found[0][0], img_size, patch_size)
+    if train_images is not None and "train" in parts:      # before the images are read
+        (images, labels, classes), g = found[0], torch.Generator().manual_seed(0)
+        ids = torch.randperm(len(labels), generator=g)[:train_images].tolist()
+        chosen = images[ids] if torch.is_tensor(images) else [images[i] for i in ids]
+        found[0] = chosen, torch.as_tensor(labels)[ids], classes
+    for i, (images, labels, classes) in enumerate(found):
+        size = img_size or tuple(images.shape[2:])
+        found[i] = ImageDataset(images, labels, classes)
+        if not torch.is_tensor(images):
+            found[i].transform = partial(center_crop, img_size=size)
+            if small and 3 * len(images) * size[0] * size[1] <= MEMORY:
+                found[i] = read_into_memory(found[i], size, here, replaces=parts[i] == "train")
+        elif any(own > side for own, side in zip(images.shape[2:], size)):
+            found[i].images = v2.functional.resize(images, size)       # antialiased
+        if found[i].in_memory:
+            found[i].images = found[i].images.to(here.device).contiguous()
+        found[i].known_by = known_by
+    return *found, size
 
 
-def open_folder(root, img_size, args, parts):
-    """Return the ImageDatasets of a folder, and the image size (H, W).
+def open_cifar(name, here, parts):
+    """Return (images, labels, classes) for each of the `parts` of CIFAR. Processes take turns: the
+    first one on a disk downloads."""
+    kind = getattr(torchvision.datasets, name.upper())
+    for turn in range(here.world):
+        if turn == here.rank:
+            try:
+                sets = [kind("data", train=part == "train", download=True) for part in parts]
+            except (OSError, RuntimeError) as error:
+                raise InputError(f"--data {name}: cannot download {kind.url} to data/ ({error}). "
+                                 "Without internet, pass a folder of images")
+        gather(turn, here)                                 # wait for it
+    return [(torch.tensor(s.data).movedim(3, 1), s.targets, s.classes) for s in sets]
 
-    Images are kept in memory if they are small and few. Small: in 50 samples, all sides are shorter
-    than 224 pixels and, rounded down as below, at most img_size. Few: the images of a part take at
-    most MEMORY bytes in each process. Otherwise, files are read again in every epoch."""
-    found = list_folder(root, parts)
-    names = "\n".join(file[len(str(root)):] for files, _, _ in found for file in files)
-    n = sum(len(files) for files, _, _ in found)
-    args.images = f"{n} images, names {zlib.crc32(os.fsencode(names)):08x} (checksum)"
-    datasets = [ImageDataset(*part) for part in found]
-    first = datasets[0]
-    ids = range(0, len(first.labels), math.ceil(len(first.labels) / 50))
-    samples = [image for image in map(first.read, ids) if image is not None]
-    require(samples, f"--data {root}: none of {len(ids)} images can be read")
-    high, wide = (max(x.shape[axis] for x in samples) for axis in (1, 2))
-    bright = max(x.max().item() for x in samples)
-    if bright < 32:
-        print(f"note    images are nearly black (at most {bright}): 12-bit values in 16-bit files?")
-    # The images' own size, or 224 x 224. It is rounded down to a multiple of --patch_size or, if
-    # that is not given, of 16 (8 below 128 pixels).
-    sides = (high, wide) if max(high, wide) < 224 else (224, 224)
-    units = args.patch_size or [16 if side >= 128 else 8 for side in sides]
+
+def open_tensors(file, parts):
+    """Return (images, labels, classes) for each of the `parts` of a .pt file: a dict, whose values
+    are uint8 images (N,C,H,W), alone or with labels (N,) and class names."""
+    try:
+        content = torch.load(file, weights_only=True)
+        values = [content[part] for part in parts]
+    except Exception as error:
+        raise InputError(f"--data {file} must be a dict of tensors with {' and '.join(parts)}, see "
+                         f"tests/docs/FORKS.md: {last_line(error)}")
+    found = []
+    for part, value in zip(parts, values):
+        images, labels, names = value if isinstance(value, (tuple, list)) else (value, None, [])
+        where, good = f"--data {file}, {part}", torch.is_tensor(images) and images.ndim == 4
+        require(good and images.dtype is torch.uint8 and len(images), f"{where}: images must be a "
+                f"uint8 tensor (N,C,H,W) with N above 0, not "
+                f"{f'{images.dtype} {tuple(images.shape)}' if good else type(images).__name__}")
+        n = len(images)
+        if isinstance(names, dict):
+            names = [names[key] for key in sorted(names)]
+        labels = torch.full((n,), -1) if labels is None else torch.as_tensor(labels)
+        require(labels.shape == (n,) and not labels.is_floating_point(), f"{where}: labels must be "
+                f"{n} integers, not {labels.dtype} {tuple(labels.shape)}")
+        low, high = labels.min().item(), labels.max().item()
+        require(low == high == -1 or 0 <= low and high < len(names), f"{where}: labels are from "
+                f"{low} to {high}, but must be from 0 to {len(names) - 1}, for {len(names)} names")
+        found.append((images, labels.long(), [*map(str, names)]))
+    require(found[0][2] == found[-1][2], f"--data {file}: the parts have different class names")
+    return found
+
+
+def read_into_memory(dataset, size, here, replaces):
+    """Return a dataset of files as one with images of this size in memory."""
+    dataset.replaces, n = replaces, len(dataset.labels)
+    images, labels = torch.empty(n, 3, *size, dtype=torch.uint8), torch.empty_like(dataset.labels)
+    keys = keys_of(torch.arange(n)).split(PIECE)
+    loaded = progress(load_images(dataset, keys, here), "reading", len(keys), here)
+    for rows, (part, part_labels) in zip(keys, loaded):
+        images[rows[:, 1]], labels[rows[:, 1]] = part.cpu(), part_labels.cpu()
+    check_unreadable(dataset, here, tell=True)
+    return ImageDataset(images, labels, dataset.classes)
+
+
+def sizes_of_files(files, img_size, patch_size):
+    """Return the image size (H, W), and whether images are small. The default size is that of the
+    largest of 50 images, or 224 x 224 if that is larger, rounded down to a multiple of patch_size
+    or, if that is None, of 16 (8 below 128 pixels). Small images have sides below 224 pixels and,
+    rounded down, at most img_size."""
+    some, shapes, more = files[::math.ceil(len(files) / 50)], [], 0
+    for file in some:
+        with suppress(InputError):
+            shapes.append(read_image(file).shape[1:])
+            if file.lower().endswith((".tif", ".tiff", ".webp", ".png")):
+                with Image.open(file) as image:
+                    bands = len(image.getbands()) if image.format == "TIFF" else 3
+                    more += bands > 3 or getattr(image, "n_frames", 1) > 1
+    require(shapes, f"none of {len(some)} images can be read, e.g. {some[0]}")
+    if more:
+        print(f"note    {more} of {len(some)} images looked at have more than one page or, in a "
+              f"TIFF, more than three bands: the others are not read")
+    largest = [max(sides) for sides in zip(*shapes)]
+    sides = largest if max(largest) < 224 else (224, 224)
+    units = patch_size or [16 if side >= 128 else 8 for side in sides]
     own = tuple(max(unit, side - side % unit) for side, unit in zip(sides, units))
     H, W = img_size or own
-    small = max(high, wide) < 224 and own[0] <= H and own[1] <= W
-    for i, dataset in enumerate(datasets):
-        dataset.transform = partial(center_crop, img_size=(H, W))
-        if small and 3 * len(dataset.labels) * H * W <= MEMORY:
-            keys = keys_of(torch.arange(len(dataset.labels))).split(PIECE)
-            images = torch.cat([x.cpu() for x, _ in load_images(dataset, keys, args)])
-            report_unreadable(dataset, args)
-            good = ~dataset.unreadable
-            datasets[i] = ImageDataset(images[good], dataset.labels[good], dataset.classes)
-    return datasets, (H, W)
+    return (H, W), max(largest) < 224 and own[0] <= H and own[1] <= W
+
+
+PART = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|uation)?([\W_]*"
+                  r"(images?|imgs?|set|data))?[\W_]*\d*", re.IGNORECASE)
 
 
 def list_folder(root, parts):
-    """Return (files, labels, classes) for each of the `parts`. The files are in class folders in
-    train/ and val/, or in a plain folder, where a hash of the name selects about 5% for val."""
+    """Return (files, labels, classes) for each of the `parts`. The files are in train/ and val/,
+    there in class folders or without any, or in a plain folder, where a hash of the name selects
+    about 5% for val."""
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
             require((root / part).is_dir(), f"--data {root} has no {part}/: add it or, to pretrain "
                                             f"without labels, pass a plain folder of images")
-            start = len(str(root / part)) + 1
-            files = [file for file in find_images(root / part) if os.sep in file[start:]]
-            names = [file[start:].split(os.sep)[0] for file in files]
+            start, files = len(str(root / part)) + 1, find_images(root / part, has_classes=True)
+            labelled = [file for file in files if os.sep in file[start:]]
+            require(files, f"{root / part} has no images ({' '.join(IMG_EXTENSIONS)})")
+            if labelled and len(labelled) < len(files):
+                print(f"note    {len(files) - len(labelled)} images of {part}/ are in no class "
+                      f"folder and are left out")
+            names = [file[start:].split(os.sep)[0] for file in labelled]
             classes = {name: i for i, name in enumerate(sorted({*names}))}
-            found[part] = files, [classes[name] for name in names], [*classes]
-        first, last = (set(found[part][2]) for part in (parts[0], parts[-1]))
-        differ = ", ".join(sorted(first ^ last)) or "none"
-        require(first and first == last, f"--data {root}: train/ and val/ need the same class "
-                                         f"folders, with images in each; different: {differ}")
+            labels = [classes[name] for name in names] or [-1] * len(files)
+            found[part] = labelled or files, labels, [*classes]
+        differ = sorted({*found[parts[0]][2]} ^ {*found[parts[-1]][2]})
+        hint = ". In Tiny-ImageNet, val_annotations.txt has them" * ("images" in differ)
+        require(not differ, f"--data {root}: train/ and val/ must have the same class folders, "
+                            f"with images in each; {len(differ)} differ: "
+                            f"{', '.join(differ[:5])}{hint}")
         return [found[part] for part in parts]
     files = find_images(root)
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
@@ -616,18 +750,22 @@ def list_folder(root, parts):
     return [(found[part], [-1] * len(found[part]), []) for part in parts]
 
 
-def find_images(root):
+def find_images(root, has_classes=False):
     """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
-    folder once. Skips names that begin with a dot, and __MACOSX. Prints the number of files of
-    other types. Raises InputError if a folder has two or more of train/, val/, valid/ and test/."""
+    folder once. Skips names that begin with a dot, __MACOSX, and runs of train.py. Prints the
+    number of files of other types. Raises OSError if a folder cannot be listed and, unless its
+    subfolders are classes, InputError if they look like parts of a data set."""
+    def fail(error):
+        raise error
     files, others = [], []
     seen = {*map(os.path.realpath, root.parents)}          # a link to a parent would lead back here
-    for folder, folders, names in os.walk(root, followlinks=True):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
         folders[:] = sorted(x for x in folders if not x.startswith(".") and x != "__MACOSX")
-        parts = [x for x in folders if x.lower() in ("train", "val", "valid", "test")]
-        require(len(parts) < 2, f"--data {root}: did you mean --data {folder}, with subfolders "
-                                f"train/ and val/? It has {' and '.join(parts)}")
-        if os.path.realpath(folder) in seen:
+        guessed = [x for x in folders if PART.fullmatch(x) and not has_classes]
+        require(len(guessed) < 2 and not any(x.lower().startswith("train") for x in guessed),
+                f"--data {root}: {folder} has parts, {' and '.join(guessed)}. Call them train/ and "
+                f"val/ and pass --data {folder} or, to pretrain, pass the folder of one of them")
+        if os.path.realpath(folder) in seen or "last.pt" in names:
             folders.clear()                                # os.walk goes no deeper
             continue
         seen.add(os.path.realpath(folder))
@@ -637,11 +775,12 @@ def find_images(root):
         others += [os.path.splitext(name)[1].lower() for name in {*names} - {*images}]
     if others:
         types = " ".join(sorted({*others})[:9])
-        print(f"note    {len(others)} files in {root} are of other types and not read: {types}")
+        print(f"note    other files in {root} are not read: {len(others)} ({types}). Save photos "
+              f"as .jpg or .png")
     return sorted(files)
 
 
-MEMORY = 4 * 1024 ** 3                                     # bytes, see open_folder
+MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
 PIECE = 64  # images that a worker reads at once: whole batches of 4,096 would take 9.9 GB
 
 
@@ -650,55 +789,61 @@ def keys_of(ids, seed=0):
     return torch.stack([torch.full_like(ids, seed), ids], dim=1)
 
 
-def load_images(dataset, batches, args):
+def load_images(dataset, batches, here):
     """Yield uint8 images (b,C,H,W) and labels (b,) on the device, for each tensor of keys (b,2) in
-    `batches`. Images come from memory or, with a transform, from workers that read ahead."""
-    cuda = args.device.type == "cuda"
-    to_device = dict(device=args.device, non_blocking=cuda)
+    `batches`. Images come from memory or, with a transform, from workers that read ahead. Raises
+    InputError as soon as more than a tenth of the files cannot be read."""
+    cuda = here.device.type == "cuda"
+    to_device = dict(device=here.device, non_blocking=cuda)
     if dataset.transform is None:
         for keys in batches:
             ids = keys[:, 1]
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
+    n = sum(map(len, batches)) if isinstance(batches, (list, tuple)) else len(dataset.labels)
     batches, again = tee(batches)                          # one for the workers, one for this loop
     pieces = (piece.tolist() for keys in batches for piece in keys.split(PIECE))
-    workers = min(args.workers, math.ceil(len(dataset.labels) / PIECE))
+    workers = min(here.workers, math.ceil(n / PIECE))
     fork = sys.platform == "linux" and workers > 0         # elsewhere the system's default
     loaded = iter(DataLoader(dataset, batch_sampler=pieces, num_workers=workers, pin_memory=cuda,
                              multiprocessing_context="fork" if fork else None))
     for keys in again:
-        parts = [next(loaded) for _ in keys.split(PIECE)]
-        yield [torch.cat([x.to(**to_device) for x in part]) for part in zip(*parts)]
+        images, labels, problems = zip(*(next(loaded) for _ in keys.split(PIECE)))
+        dataset.unreadable.update(*problems)
+        dataset.unreadable.discard("")
+        example = min(dataset.unreadable, default="")
+        require(len(dataset.unreadable) <= len(dataset.labels) / 10, f"more than a tenth of "
+                f"{len(dataset.labels)} image files cannot be read, e.g.: {example}")
+        yield [torch.cat([x.to(**to_device) for x in part]) for part in (images, labels)]
 
 
-def val_batches(dataset, args, img_size, most=None):
-    """Yield this process's batches (indices, images, labels), of at most 100 images each. They are
-    from a fixed random subset of at most `most` images. Unreadable images are left out, and their
-    number is printed at the end."""
-    order = torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))
-    own = order[:most].tensor_split(args.world)[args.rank]
+def val_ids(dataset, most=None):
+    """Return the indices (n,) of the images to validate on, in a fixed random order: `most`, or all.
+    """
+    return torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))[:most]
+
+
+def val_batches(dataset, here, img_size, most=None):
+    """Yield this process's batches (indices, images, labels) of val_ids, of at most 100 images."""
+    own = val_ids(dataset, most).tensor_split(here.world)[here.rank]
     batches = own.split(100) if len(own) else ()
-    loaded = load_images(dataset, [keys_of(ids) for ids in batches], args)
+    loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
     for ids, (images, labels) in zip(batches, loaded):
-        good = ~dataset.unreadable[ids]
-        ids, images, labels = ids[good], images[good], labels[good]
-        if len(ids):
-            yield ids, v2.functional.resize(images, img_size), labels
-    report_unreadable(dataset, args)
+        yield ids, v2.functional.resize(images, img_size), labels
 
 
-def crop_batch(images, img_size, args):
+def crop_batch(images, img_size, run, here):
     """Crop, resize and flip this process's in-memory images (b,C,H,W), each independently.
     Interpolates bilinearly (crop_transform: bicubically) and returns floats. Crops that exceed the
     image are clipped. As in validation, images are stretched to the aspect ratio of img_size."""
-    draws = local_part(torch.rand(args.batch_size, 5, device=images.device), args)
+    draws = local_part(torch.rand(run.batch_size, 5, device=images.device), here)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
-    area = args.crop + (1 - args.crop) * area              # as a fraction of the image area
+    area = run.crop + (1 - run.crop) * area              # as a fraction of the image area
     # square root of the aspect ratio w / h, drawn from 3/4 to 4/3; 1 without a crop
-    stretch = ((2 * stretch - 1) * math.log(4 / 3) * (args.crop < 1) / 2).exp()
+    stretch = ((2 * stretch - 1) * math.log(4 / 3) * (run.crop < 1) / 2).exp()
     h, w = (area.sqrt() / stretch).clamp(max=1), (area.sqrt() * stretch).clamp(max=1)
     y, x = (2 * y - 1) * (1 - h), (2 * x - 1) * (1 - w)    # the crop's centre, in [-1, 1]
-    w_flipped, zero = torch.where(coin < 0.5 * args.flip, -w, w), torch.zeros_like(h)
+    w_flipped, zero = torch.where(coin < 0.5 * run.flip, -w, w), torch.zeros_like(h)
     theta = torch.stack([w_flipped, zero, x, zero, h, y], dim=1).view(-1, 2, 3)
     points = F.affine_grid(theta, (len(theta), 1, *img_size), align_corners=False)
     H, W = images.shape[2:]
@@ -707,13 +852,13 @@ def crop_batch(images, img_size, args):
     return F.grid_sample(images.float(), points, align_corners=False)  # (b, C, h', w')
 
 
-def crop_transform(img_size, args, *more):
+def crop_transform(img_size, run, *more):
     """Return a transform for an image (C,h,w): torchvision's random resized crop and flip, then
     `more`. Images in memory use it only with `more`; otherwise crop_batch crops them."""
     a = img_size[1] / img_size[0]
-    ratio = (a * 3 / 4, a * 4 / 3) if args.crop < 1 else (a, a)
-    crop = v2.RandomResizedCrop(img_size, (args.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * args.flip), *more])
+    ratio = (a * 3 / 4, a * 4 / 3) if run.crop < 1 else (a, a)
+    crop = v2.RandomResizedCrop(img_size, (run.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
+    return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * run.flip), *more])
 
 
 def center_crop(image, img_size, fraction=None):
@@ -729,28 +874,41 @@ def center_crop(image, img_size, fraction=None):
 
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright. Transparent images get a white
-    background. JPEGs take a path that is twice as fast."""
-    data = Path(file).read_bytes()
-    if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
-        data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-    # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
-    formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-    with Image.open(file, formats=formats) as image:
-        image.load()
-    with suppress(Exception):                              # a broken EXIF field loses no image
-        image = ImageOps.exif_transpose(image)
-    require(image.mode != "F", "floating-point images are not supported")
-    if image.mode.startswith("I"):                         # 16 bits; convert("RGB") would clip them
-        image = image.convert("I")
-        low, high = image.getextrema()
-        require(0 <= low and high < 2 ** 16, f"values from {low} to {high} do not fit 16 bits")
-        image = image.point(lambda value: value / 256).convert("L")
-    if "A" in image.mode or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return v2.functional.pil_to_tensor(image.convert("RGB"))
+    background. JPEGs take a path that is twice as fast. Raises InputError if reading fails."""
+    try:
+        data = Path(file).read_bytes()
+        if data[:2] == b"\xff\xd8" and FAST_JPEG:
+            data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
+        # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
+        formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+        with Image.open(file, formats=formats) as image:
+            image.load()
+            is_tiff = image.format == "TIFF"
+        with suppress(Exception):                          # a broken EXIF field loses no image
+            image = ImageOps.exif_transpose(image)
+        require(image.mode != "F", "floating-point images are not supported")
+        if image.mode.startswith("I"):                     # 16 bits; convert("RGB") would clip them
+            image = image.convert("I")
+            low, high = image.getextrema()
+            require(0 <= low and high < 2 ** 16, f"values from {low} to {high} do not fit 16 bits")
+            image = image.point(lambda value: value / 256).convert("L")
+        # a TIFF's fourth band may be infrared, although it is marked as transparency
+        if ("A" in image.mode or "transparency" in image.info) and not is_tiff:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except Exception as error:                             # a broken file can raise anything
+        known = str(file).lower().endswith(IMG_EXTENSIONS)
+        advice = "" if known else ". Save it as .jpg or .png: this type is not read"
+        # torchvision's messages begin with a path of its build
+        reason = re.sub(r".*\.cpp:\d+,? *", "", last_line(error))
+        raise InputError(f"cannot read {file}: {reason}{advice}") from None
 
+
+FAST_JPEG = hasattr(torchvision.io, "decode_image")        # which torchvision means to remove
+# pixels are read, however long a PNG's texts and colour profile are
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2 ** 30
 
 # m, q, k: at angle a, the outline has radius (2^(k/2-1) (|cos ma/4|^k + |sin ma/4|^k)) ^ -1/q
 SHAPES = {  # (Gielis's superformula; the factor 2^(k/2-1) makes the largest radius 1)
@@ -783,34 +941,66 @@ def draw_shapes(n, img_size, seed):
 
 
 # ------------------------------------------------------------------------------------ checkpoints
-def open_run(args, name):
-    """Create the folder of this run, named `name` unless --name is given. Returns its last.pt if
-    --resume finds one, otherwise {}. Without --resume or --overwrite, raises InputError if the
-    folder exists. run_cli removes the folder if nothing is saved in it."""
-    args.name = args.name or name.replace(" ", "_")
-    folder = Path(args.runs, args.name)
-    if args.rank == 0:
-        with suppress(FileExistsError):                    # of runs that start at once, one gets it
+@contextmanager
+def open_run(flags, here, name):
+    """Create the folder of a run, named `name` unless --name is given. Yields the folder, and its
+    last.pt if --resume finds one, otherwise {}. Raises InputError if the folder exists, without
+    --resume or --overwrite. Afterwards, removes a new folder in which nothing was saved."""
+    folder = Path(flags.runs, flags.name or name.replace(" ", "_"))
+    last, created = folder / "last.pt", False
+    if here.rank == 0:
+        with suppress(FileExistsError):                    # if runs start at once, one makes it
             folder.mkdir(parents=True)
-            args.created = True
-    last = folder / "last.pt"
-    share = mean_over_processes({"created": args.created, "found": last.exists()}, 1, args)
-    require(share["created"] or args.resume or args.overwrite, f"{folder} exists: --resume "
-            f"continues this run, --overwrite replaces it, --name NAME starts another one")
-    require(share["found"] in (0, 1), f"not all processes find {last}: --runs must be on a shared "
-                                      f"disk")
-    if args.resume and not share["found"]:
-        print(f"note    nothing to resume: {last} does not exist, so a new run starts")
-    return read_checkpoint(last) if args.resume and share["found"] else {}
+            created = True
+    try:
+        for _ in range(5):                                 # a shared disk may show a file later
+            created_by, found = zip(*gather((created, last.exists()), here))
+            if all(found) or not any(found):
+                break
+            time.sleep(1)
+        require(any(created_by) or flags.resume or flags.overwrite, f"{folder} exists: --resume "
+                f"continues this run, --overwrite replaces it, --name NAME starts another one")
+        require(all(found) or not any(found), f"not all processes find {last}: --runs must be on a "
+                                              f"shared disk")
+        for flag in ("init", "teacher", "checkpoint"):
+            path = getattr(flags, flag)
+            require(not (path and flags.overwrite and found[0] and checkpoint_file(path).exists()
+                         and last.samefile(checkpoint_file(path))),
+                    f"--overwrite would replace {last}, which --{flag} reads: use --name NAME")
+        if flags.resume and not found[0]:
+            print(f"note    nothing to resume: {last} does not exist, so a new run starts")
+        yield folder, read_checkpoint(last) if flags.resume and found[0] else {}
+    finally:
+        if created and not last.exists():
+            (folder / "steps.jsonl").unlink(missing_ok=True)
+            with suppress(OSError):                        # only an empty folder
+                folder.rmdir()
+
+
+def begin_files(folder, history):
+    """Prepare a run's folder. A resumed run gets the log up to its last.pt: a killed one may lack
+    the last row, or have rows of steps that come again. For a new run, an old last.pt moves to
+    replaced.pt until there is a new one, so that no later --resume continues the old run."""
+    steps, last = folder / "steps.jsonl", folder / "last.pt"
+    if history:
+        write_rows(folder / "log.jsonl", history)
+        rows = map(json.loads, steps.read_text().splitlines()) if steps.exists() else ()
+        write_rows(steps, [row for row in rows if row["epoch"] <= history[-1]["epoch"]])
+        return
+    steps.unlink(missing_ok=True)
+    if last.exists():
+        os.replace(last, folder / "replaced.pt")
+        print(f"note    {folder / 'replaced.pt'} keeps the old run until the new one is saved")
 
 
 def name_of(path):
-    """Return what runs call data or a checkpoint: a last.pt by its folder, others by their name."""
+    """Return the name that data or a checkpoint has in the names of runs: a last.pt's folder,
+    otherwise the file's or folder's name."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
 
-def save_run(folder, model, optimizer, scaler, history, content, columns):
+def save_run(folder, content, model, optimizer, scaler, history, columns):
     """Write last.pt, log.jsonl and any new recon.png. --resume continues from last.pt."""
     weights, epoch = model.state_dict(), history[-1]["epoch"]
     require(all(x.isfinite().all() for x in weights.values()), f"weights are not finite after "
@@ -818,14 +1008,27 @@ def save_run(folder, model, optimizer, scaler, history, content, columns):
     save(folder / "last.pt", dict(
         content, model=weights, optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
         epoch=epoch, history=history, torch=str(torch.__version__)))
-    write_log(history, folder)
+    (folder / "replaced.pt").unlink(missing_ok=True)
+    with side_product(folder / "log.jsonl"):
+        write_rows(folder / "log.jsonl", history)
     if columns:
-        save_picture(columns, folder / "recon.png")
+        with side_product(folder / "recon.png"):
+            save_picture(columns, folder / "recon.png")
 
 
-def write_log(history, folder):
-    """Write log.jsonl, with a row for each epoch."""
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+@contextmanager
+def side_product(path):
+    """Turn an OSError while `path` is written into a note: it must not cost the result."""
+    try:
+        yield
+    except OSError as error:
+        print(f"note    cannot write {path}: {error.strerror or error}")
+
+
+def write_rows(path, rows, mode="w"):
+    """Write rows (dicts) as lines of JSON, or append them with mode "a"."""
+    with open(path, mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def save(path, content):
@@ -843,17 +1046,24 @@ def save(path, content):
         temporary.unlink(missing_ok=True)                  # if it was not renamed
 
 
+def checkpoint_file(path):
+    """Return the path of a checkpoint, which for a folder is its last.pt."""
+    return Path(path, "last.pt") if Path(path).is_dir() else Path(path)
+
+
 def read_checkpoint(path, heads=None):
     """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
-    dict with method (None for a released file), config (constructor arguments), model (state dict),
-    mean, std, flags and more."""
-    path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
+    dict with path, method (None for a released file), config (constructor arguments), model (state
+    dict), mean, std, flags and more. Tensors are read from the disk when they are used."""
+    path = checkpoint_file(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
+        # Windows could not replace a file that is mapped into memory
+        mmap = zipfile.is_zipfile(path) and sys.platform != "win32"
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
-            content = dict(torch.load(path, map_location="cpu", weights_only=True))
+            content = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:                             # a broken file can raise anything
-        raise InputError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from None
+        raise InputError(f"{path} is damaged or no checkpoint: {last_line(error)}") from None
     if "method" not in content:
         state = from_released(content.get("model", content))
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -861,16 +1071,83 @@ def read_checkpoint(path, heads=None):
               f"(--heads), and ImageNet's mean and std")
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
-    return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
+    return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config,
+            "path": str(path)}
 
 
-def load_model(path, methods=METHODS):
-    """Return a checkpoint's model in eval mode. Its class_names are those of its training data."""
-    content = read_checkpoint(path)
-    model = methods[content["method"]](**content["config"])
+def load_model(source, methods=METHODS, norm_pix_loss=None):
+    """Return a checkpoint's model in eval mode. `source` is a path or what read_checkpoint returns.
+    The model's class_names are those of its training data. For a released file of MAE or CrossMAE,
+    norm_pix_loss says whether targets were normalised; by default, its name does. Raises InputError
+    if the file has no decoder, or if its method is not in `methods`."""
+    content = source if isinstance(source, dict) else read_checkpoint(source)
+    if content["method"] is None:
+        content = with_decoder(content, norm_pix_loss)
+    cls = methods.get(content["method"])
+    require(cls, f"{content['path']} has the method {content['method']}, which is not among "
+                 f"{', '.join(methods)}: add it to METHODS in train.py")
+    if content.get("source", source_of(cls)) != source_of(cls):
+        print(f"note    {content['path']} was trained with another version of the {cls.__name__} "
+              f"file")
+    model = cls(**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
     return model.eval()
+
+
+def with_decoder(content, norm_pix_loss=None):
+    """Return a released checkpoint with its method, MAE or CrossMAE, and all constructor arguments.
+    The file does not have the number of the decoder's heads, which is 16 in all released models."""
+    state, path = content["model"], content["path"]
+    depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
+    require(depth, f"{path} has no decoder, so it predicts no pixels: use it for features")
+    is_cross = any("cross_attn" in name for name in state)
+    if norm_pix_loss is None:                              # see tests/docs/REFERENCE.md
+        name = Path(path).name
+        require(is_cross or "full" in name or "visualize" in name, f"{path} does not tell whether "
+                f"its targets were normalised: pass --norm_pix_loss or --no-norm_pix_loss")
+        norm_pix_loss = is_cross or "full" in name
+    config = {name: value for name, value in content["config"].items() if name != "extra_tokens"}
+    config.update(norm_pix_loss=norm_pix_loss, decoder_dim=state["decoder_pos_embed"].shape[2],
+                  decoder_depth=depth, decoder_heads=16)
+    if is_cross:
+        maps = state["wfm.linear.weight"].shape[1] if "wfm.linear.weight" in state else 0
+        config.update(feature_maps="all" if maps else "last", include_input=maps > config["depth"],
+                      self_attention=any("self_attn" in name for name in state))
+    return {**content, "method": "crossmae" if is_cross else "mae", "config": config}
+
+
+def load_encoder(path, part=None, heads=None):
+    """Return a checkpoint's encoder in eval mode, a vit.ViT. Its mean and std are those of its
+    input, for vit.normalize. `part` names another ViT in the checkpoint, e.g. "teacher"."""
+    content = part_of(read_checkpoint(path, heads), part)
+    state = {name.removeprefix("encoder."): value for name, value in content["model"].items()
+             if name.startswith("encoder.")}
+    sizes = {name: content["config"][name]
+             for name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")}
+    encoder = ViT(**sizes, norm="norm.weight" in state,
+                  extra_tokens=count_extra_tokens(content["model"]))
+    encoder.load_state_dict(state)
+    encoder.mean, encoder.std = content["mean"], content["std"]
+    return encoder.eval()
+
+
+def part_of(content, part):
+    """Return a checkpoint in which `part`, e.g. a momentum teacher, is the encoder."""
+    if part is None:
+        return content
+    state = {f"encoder.{name.removeprefix(part + '.')}": value
+             for name, value in content["model"].items() if name.startswith(f"{part}.")}
+    require(state, f"--part {part}: the checkpoint has no such part")
+    return {**content, "model": state}
+
+
+def source_of(cls):
+    """Return the text of the file that defines a class, or "" if there is none."""
+    try:
+        return Path(inspect.getfile(cls)).read_text(encoding="utf-8")
+    except (OSError, TypeError):                           # a class from a notebook's cell
+        return ""
 
 
 def initialize(model, content, path):
@@ -904,58 +1181,91 @@ def resume(saved, model, optimizer, scaler, content):
         scaler.load_state_dict(saved["scaler"])
     for name, value in saved["flags"].items():
         now = content["flags"].get(name, value)
-        if now != value and name not in ("resume", "overwrite", "command", "created"):
+        if str(now) != str(value) and name not in ("resume", "overwrite", "command"):
             print(f"note    {name} changed from {value} to {now}")
     print(f"resumed after epoch {saved['epoch']} of {content['flags']['epochs']}")
-    history = saved["history"]
-    saved.clear()                                          # frees its weights
-    return history
+    return saved["history"]
 
 
 # -------------------------------------------------------------------------------------- processes
-def start_processes(args):
-    """Set args.rank, world, local_rank, device, dtype. Under torchrun, join the process group."""
-    args.rank = int(os.environ.get("RANK", 0))
-    args.world = int(os.environ.get("WORLD_SIZE", 1))
-    args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if args.rank > 0:
+TORCH = tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2])
+Process = namedtuple("Process", "rank world device dtype workers")
+
+
+def start_processes(flags):
+    """Return this process's Process: its rank, the number of processes, its device, its precision
+    under autocast, and its number of workers. Under torchrun, joins the process group."""
+    env, world = os.environ, int(os.environ.get("WORLD_SIZE", 1))
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - {*env} if world > 1 else ()
+    require(not missing, f"WORLD_SIZE is {world}, but {', '.join(sorted(missing))} not set: use "
+                         f"torchrun or, to train in one process, unset WORLD_SIZE")
+    rank, local_rank = (int(env[x]) if world > 1 else 0 for x in ("RANK", "LOCAL_RANK"))
+    if rank > 0:
         sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
-    if args.device is None:
-        mps = torch.backends.mps.is_available() and args.world == 1
-        args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    cuda, amp = args.device == "cuda", args.amp
-    args.device = torch.device(f"cuda:{args.local_rank}" if cuda else args.device)
+    there = {"cuda": torch.cuda.is_available() and local_rank < torch.cuda.device_count(),
+             "mps": torch.backends.mps.is_available() and world == 1, "cpu": True}
+    kind, amp = flags.device or next(name for name in there if there[name]), flags.amp
+    require(there[kind], f"--device {kind} is not available to process {rank}: use "
+                         f"{' or '.join(name for name in there if there[name])}")
+    cuda = kind == "cuda"
+    device = torch.device(f"cuda:{local_rank}" if cuda else kind)
     if cuda:
-        torch.cuda.set_device(args.device)
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")         # TF32 where float32 remains
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    args.dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
     # despite its name, this is also for CPUs: there, fused attention is slower in bf16
-    torch.backends.cuda.enable_flash_sdp(cuda or args.dtype is not torch.bfloat16)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=args.device if cuda else None)
+    torch.backends.cuda.enable_flash_sdp(cuda or dtype is not torch.bfloat16)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    return Process(rank, world, device, dtype, flags.workers)
 
 
-def autocast(args):
+def autocast(here):
     """Return the mixed-precision context set by --amp; it does nothing in float32."""
-    return torch.autocast(args.device.type, args.dtype, enabled=args.dtype is not torch.float32)
+    return torch.autocast(here.device.type, here.dtype, enabled=here.dtype is not torch.float32)
 
 
-def local_part(batch, args):
+def local_part(batch, here):
     """Return this process's part of `batch`, a tensor for the whole batch."""
-    return batch.chunk(args.world)[args.rank]
+    return batch.chunk(here.world)[here.rank]
 
 
-def mean_over_processes(sums, n, args):
+def gather(value, here):
+    """Return a list of the values that all processes have."""
+    values = [value] * here.world
+    if here.world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def mean_over_processes(sums, n, here):
     """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
     total = torch.tensor([*map(float, sums.values()), n], dtype=torch.float64)
-    if args.world > 1:
-        total = total.to(args.device)                      # cuda or cpu: mps has no float64
+    if here.world > 1:
+        total = total.to(here.device)                      # cuda or cpu: mps has no float64
         dist.all_reduce(total)
     *totals, n = total.tolist()
-    require(n > 0, "there are no images, or none can be read")
     return {name: value / n for name, value in zip(sums, totals)}
+
+
+def progress(items, title, total, here, **more):
+    """Return a progress bar over `items`. In a log file, it writes a line per minute."""
+    live = "ipykernel" in sys.modules or sys.stderr and sys.stderr.isatty()
+    pause = 0.1 if live else 60
+    return tqdm(items, title, total, leave=False, mininterval=pause, delay=pause,
+                disable=here.rank > 0 or not sys.stderr, **more)
+
+
+def print(*words, **more):
+    """Print. A stream that is closed or missing, or that lacks a letter, does not end a run."""
+    try:
+        builtins.print(*words, flush=True, **more)
+    except UnicodeError:
+        builtins.print(*(ascii(word)[1:-1] for word in map(str, words)), flush=True, **more)
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -986,11 +1296,11 @@ def size_in_pixels(text):
 
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
-fraction = in_range(float, 0, 1)
+fraction, path = in_range(float, 0, 1), os.path.expanduser             # notebooks do not expand ~
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (str, "shapes, cifar10, cifar100, a folder or a .pt file; default: shapes or, with "
+    "data": (path, "shapes, cifar10, cifar100, a folder or a .pt file; default: shapes or, with "
                   "--eval and in finetune.py, the checkpoint's data"),
     "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
@@ -1008,8 +1318,8 @@ ENCODER = {
     "depth": (count, "number of encoder blocks; default: set by --size"),
     "heads": (count, "number of attention heads in the encoder; default: set by --size")}
 RUN = {
-    "runs": (str, "folder for all runs"),
-    "name": (str, "name of the run; default: made from method or checkpoint, mode and data"),
+    "runs": (path, "folder for all runs"),
+    "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
@@ -1030,32 +1340,41 @@ RECIPE = {
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {
-    "init": (str, "checkpoint that initialises the encoder and, if it fits, the decoder"),
+    "init": (path, "checkpoint that initialises the encoder and, if it fits, the decoder"),
     "mask": (("random", "grid", "block"), "pattern of the masks"),
     "leak_free": (bool, "with norm_pix_loss, validate without the true patches' mean and variance")}
 PAIRS = {
-    "teacher": (str, "MAE checkpoint to distill from; default: none"),
+    "teacher": (path, "MAE checkpoint to distill from; default: none"),
     "same_class": (fraction, "fraction of pairs within one class; default: random pairs")}
-# none outside Linux, where starting workers is slow
+# no workers outside Linux: starting them is slow there
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
-DEFAULTS = dict(workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
-                amp="auto", seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False,
-                resume=False, overwrite=False, mask="random", leak_free=False,
-                train_images=None, patch_size=None)        # open_data reads these in every mode
+DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
+    workers=min(16, math.ceil(CORES / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))),
+    amp="auto", seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False, resume=False,
+    overwrite=False, mask="random", leak_free=False, size=None, heads=None, init=None, teacher=None,
+    checkpoint=None, same_class=None, clip_grad=None)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are InputErrors."""
+
+    def error(self, message):
+        raise InputError(message)
 
 
 def new_parser(script, about):
     """Return a parser without flags. Which flags it gets depends on --method, --eval or --mode."""
     about += ("\n\nDefaults are in parentheses. low_res: those for images of up to 64 pixels, and "
               "for any\nencoder no wider than micro, for which they were chosen.")
-    return argparse.ArgumentParser(script, usage=argparse.SUPPRESS, allow_abbrev=False,
-                                   add_help=False, description=about,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(script, usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
+                    description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(**DEFAULTS)
+    return parser
 
 
 def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
-    """Add flags {name: (type or choices, help)}. Flags that are not given stay None until fill_in
-    sets them. The help shows the default and, if it differs, the default in `low_res`."""
+    """Add flags {name: (type or choices, help)}. Without a default in DEFAULTS, a flag that is not
+    given stays None. The help shows the default and, if it differs, the one in `low_res`."""
     option = parser.add_argument_group(title).add_argument
     for name, (kind, text) in flags.items():
         values = [str(defaults[name])] if defaults.get(name) is not None else []
@@ -1082,42 +1401,68 @@ def add_method_arguments(parser, cls):
     add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.low_res_config)
 
 
-def run_cli(parser, work, argv):
-    """Parse `argv`, by default the command line, and return work(args). On invalid input, exits
-    with a one-line error message."""
+def words_of(argv):
+    """Return the words of a command line: those of `argv`, a list of strings, numbers and paths or
+    one string, or by default those of the shell."""
+    if argv is None:                                       # a bare main() in a notebook has none
+        return [] if "ipykernel" in sys.argv[0] else sys.argv[1:]
+    return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
+
+
+def run_cli(parser, work, words):
+    """Parse `words` and return work(flags). Invalid input and errors of the operating system, such
+    as a full disk, raise InputError with one line."""
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    args = parser.parse_args(argv)
-    args.command = shlex.join(["python", parser.prog, *(sys.argv[1:] if argv is None else argv)])
-    fill_in(args, {**DEFAULTS, "created": False})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))            # so that `finally` runs
+    command = shlex.join(["python", parser.prog, *words])
+    flags = frozen(**vars(parser.parse_args(words)), command=command)
+    stdout, is_main = sys.stdout, threading.current_thread() is threading.main_thread()
+    if is_main:                                            # so that `finally` runs
+        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        start_processes(args)
-        row = work(args)
-    except (InputError, OSError) as error:                 # OSError: a full disk, for example
-        # only the last line: a worker's error begins with a traceback
-        parser.error((str(error).strip() or repr(error)).splitlines()[-1])
-    except KeyboardInterrupt:
-        parser.exit(130, "stopped; to continue a training run, repeat its command with --resume\n")
-    finally:
-        # a run that has saved nothing leaves nothing: rmdir removes only empty folders
-        if args.created:
-            with suppress(OSError):
-                Path(args.runs, args.name).rmdir()
-    if dist.is_initialized() and args.device.type == "cuda":           # not needed on CPUs,
+        row = work(flags)
+    except (InputError, OSError) as error:
+        raise InputError(last_line(error)) from None
+    finally:                                               # a notebook goes on
+        sys.stdout = stdout
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
+    if dist.is_initialized() and torch.cuda.is_available():            # not needed on CPUs,
         dist.destroy_process_group()                       # where torch 2.6 can hang here
     return row
 
 
+def last_line(error):
+    """Return what an error says in its last line: a worker's error begins with a traceback."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return re.sub(r"^(\w+\.)*\w*Error: ", "", lines[-1])
+
+
+def shell(main):
+    """Run main() as a command of the shell. Invalid input ends it with one line and exit code 2."""
+    script = Path(sys.argv[0]).name
+    try:
+        main()
+    except InputError as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; to continue a training run, repeat its command with --resume",
+              file=sys.stderr)
+        sys.exit(130)
+
+
 def main(argv=None):
-    """Run `python train.py` with the arguments `argv`. Returns the last row of log.jsonl (a dict)
-    or, with --eval, the list of PSNR rows."""
+    """Run `python train.py` with the arguments `argv` (see words_of), also from a notebook. Returns
+    the last row of log.jsonl (a dict) or, with --eval, the list of PSNR rows. Raises InputError if
+    the input is invalid."""
+    words = words_of(argv)
     parser = new_parser("train.py", f"usage: python train.py --method {'|'.join(METHODS)} [--flag "
                         f"value ...]\n       python train.py --eval FILE ... [--flag value ...]")
     option = parser.add_argument
     option("--method", choices=METHODS, default="mae", metavar="NAME", help="method to train (mae)")
-    option("--eval", nargs="+", metavar="FILE", help="instead of training, evaluate checkpoints "
-           "with the same image and patch size; for its flags see --eval FILE --help")
-    known = parser.parse_known_args(argv)[0]               # these decide which other flags exist
+    option("--eval", nargs="+", metavar="FILE", type=path, help="instead of training, evaluate "
+           "checkpoints with the same image and patch size; for its flags see --eval FILE --help")
+    known = parser.parse_known_args(words)[0]               # these decide which other flags exist
     cls = METHODS[known.method]
     parser.set_defaults(eval_images=1000)
     add_flags(parser, "data and device", DATA)
@@ -1127,15 +1472,17 @@ def main(argv=None):
         option("--masks", nargs="+", choices=PRETRAINING["mask"][0], default=["random"],
                help="patterns of the masks; the picture shows the first one (random)")
         add_flags(parser, "reconstruction", {"leak_free": PRETRAINING["leak_free"]})
-        return run_cli(parser, compare, argv)
+        option("--norm_pix_loss", action=argparse.BooleanOptionalAction, help="whether a released "
+               "file's targets were normalised; default: its name says so")
+        return run_cli(parser, compare, words)
     add_flags(parser, "training images and encoder", ENCODER)
     add_flags(parser, "run", RUN)
     add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.low_res_recipe)
     add_method_arguments(parser, cls)
-    pairs = PAIRS if getattr(cls, "pairs", False) is True else {}
+    pairs = PAIRS if getattr(cls, "pairs", None) == "images" else {}
     add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
-    return run_cli(parser, pretrain, argv)
+    return run_cli(parser, pretrain, words)
 
 
 if __name__ == "__main__":
-    main()
+    shell(main)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import finetune
 import train
-from vit import pair
+from vit import InputError, pair
 
 ROOT = Path(__file__).parent.parent.parent
 FIVE = ("mae", "crossmae", "hypermae", "minr", "imae")     # METHODS may also have your own
@@ -39,23 +39,28 @@ for backend in (torch.cuda, torch.backends.mps):           # GPUs add in another
     backend.is_available = lambda: False                   # test_devices.py tests them
 
 
+HERE = train.Process(0, 1, torch.device("cpu"), torch.float32, workers=0)
+
+
 def settings(**more):
-    """Return the args of `python train.py` on a CPU without workers, random crops and flips, with
-    `more` added or replaced."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "pretrain", lambda args: args)
-        args = train.main("--device cpu --workers 0 --crop 1 --no-flip --batch_size 64".split())
-    train.fill_in(args, train.MAE.recipe)
-    vars(args).update(more)
-    return args
+    """Return the settings of an MAE's run by the paper's recipe, without random crops and flips,
+    with `more` added or replaced."""
+    flags = parsed("train.py", "--crop 1 --no-flip --batch_size 64".split())
+    run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6,
+                       pairs=None)
+    return train.frozen(**{**run._asdict(), **more})
 
 
 def parsed(script, words):
-    """Return the args of `python train.py ...` or finetune.py, as given: nothing runs."""
+    """Return the flags of `python train.py ...` or finetune.py: nothing runs."""
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (train, finetune):
-            patch.setattr(module, "run_cli", lambda parser, _, argv: parser.parse_args(argv))
-        return {"train.py": train, "finetune.py": finetune}[script].main(words)
+        for module, names in ((train, "pretrain compare"),
+                              (finetune, "finetune nearest_neighbours evaluate_checkpoint")):
+            for name in names.split():
+                patch.setattr(module, name, seen.append)
+        {"train.py": train, "finetune.py": finetune}[script].main(words)
+    return seen[0]
 
 
 def write_pictures(root, classes, n, side=16, seed=0):
@@ -108,16 +113,15 @@ def tune(folder, pretrain):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(main, words, "part", ...) expects exit code 2, and the parts in the last line that is
-    printed. Returns all that is printed."""
+    """refused(main, words, "part", ...) expects an InputError of one line with these parts. Returns
+    what is printed."""
     def run(main, words, *parts):
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        said = capsys.readouterr()
-        last = said.err.strip().splitlines()[-1]
-        assert stop.value.code == 2 and [part for part in parts if part not in last] == [], last
-        return said.out + said.err
+        with pytest.raises(InputError) as stop:
+            main(words)
+        line = str(stop.value)
+        assert "\n" not in line and [part for part in parts if part not in line] == [], line
+        return "".join(capsys.readouterr())
     return run
 
 
@@ -193,7 +197,7 @@ def stopping_after_two(monkeypatch):
         save(path, content)
         if content["epoch"] == 2:
             raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "save", save_and_stop)
         yield
 

@@ -25,8 +25,8 @@ from torchvision.transforms import v2
 import finetune
 import train
 from mae import MAE
-from tests.unit.conftest import (DECODER, FIVE, ROOT, TINY, same, settings, stopping_after_two,
-                                 together, write_pictures)
+from tests.unit.conftest import (DECODER, FIVE, HERE, ROOT, TINY, same, settings,
+                                 stopping_after_two, together, write_pictures)
 from tests.unit.golden import load
 from tests.unit.test_methods import BASE, flags
 from vit import denormalize, from_released, pair, patchify
@@ -48,13 +48,14 @@ def test_shapes(monkeypatch):
 
 
 def test_class_folders_in_memory(folder):
-    part, val, size = train.open_data(str(folder), None, settings())
+    part, val, size = train.open_data(str(folder), HERE)
     assert part.images.shape == (40, 3, 16, 16) and val.images.shape == (11, 3, 16, 16)
     assert part.images.dtype == torch.uint8 and size == (16, 16) and part.classes == ["a", "b"]
     assert part.labels.tolist() == [0] * 20 + [1] * 20
     red, blue = (x.float().mean((0, 2, 3)) for x in part.images.split(20))
     assert red[0] > red[2] + 50 and blue[2] > blue[0] + 50
-    a, b = (train.open_data(str(folder), (24, 32), settings(workers=n))[0].images for n in (0, 2))
+    a, b = (train.open_data(str(folder), HERE._replace(workers=n), (24, 32))[0].images
+            for n in (0, 2))
     assert a.shape == (40, 3, 24, 32) and a.is_contiguous() and torch.equal(a, b)
     assert not multiprocessing.active_children()
 
@@ -63,9 +64,9 @@ def test_memory_of_a_folder(folder, monkeypatch):
     """Images stay in memory if they fit, train and val each. So val is the same without train."""
     for limit, in_memory in ((40, [True, True]), (39, [False, True]), (10, [False, False])):
         monkeypatch.setattr(train, "MEMORY", limit * 3 * 16 * 16)
-        parts = train.open_data(str(folder), None, settings())[:2]
+        parts = train.open_data(str(folder), HERE)[:2]
         assert [part.in_memory for part in parts] == in_memory
-        val, _ = train.open_data(str(folder), (16, 16), settings(), parts=["val"])
+        val, _ = train.open_data(str(folder), HERE, (16, 16), parts=["val"])
         assert val.in_memory == in_memory[1]
 
 
@@ -73,12 +74,12 @@ def test_train_images(folder):
     """--train_images keeps a fixed random part, in memory or as files; all validation images stay.
     """
     for side in (16, 8):
-        args = settings(train_images=10)
         (part, val, _), (again, *_) = (
-            train.open_data(str(folder), (side, side), args) for _ in range(2))
-        assert len(part.images) == len(part.unreadable) == 10 and len(val.labels) == 11
-        images = torch.stack([part.read(i) for i in range(10)])
-        assert torch.equal(images, torch.stack([again.read(i) for i in range(10)]))
+            train.open_data(str(folder), HERE, (side, side), train_images=10) for _ in range(2))
+        assert len(part.images) == 10 and len(val.labels) == 11
+        part.transform = again.transform = lambda image: image
+        images = torch.stack([part[0, i][0] for i in range(10)])
+        assert torch.equal(images, torch.stack([again[0, i][0] for i in range(10)]))
         assert len(images.unique(dim=0)) == 10 and len(part.labels.unique()) == 2
         assert torch.equal(images.float().mean((2, 3)).argmax(1), 2 * part.labels)  # red or blue
 
@@ -91,11 +92,11 @@ def test_tensors(pretrain, refused):
     assert pretrain("--data", "own.pt")["config"]["img_size"] == (16, 24)
     finetune.main("--checkpoint runs/mae --epochs 1 --batch_size 8 --workers 0".split())
     assert train.read_checkpoint("runs/mae_finetune")["classes"] == ["a", "b"]
-    assert train.open_data("own.pt", (8, 9), settings())[0].images.shape == (20, 3, 8, 9)
+    assert train.open_data("own.pt", HERE, (8, 9))[0].images.shape == (20, 3, 8, 9)
     torch.save({**parts, "val": (images.float(), *parts["val"][1:])}, "own.pt")
     refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "uint8")
     torch.save({"train": parts["train"]}, "own.pt")
-    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "own.pt must")
+    refused(lambda words: pretrain(*words, name="new"), ["--data", "own.pt"], "own.pt must", "val")
 
 
 def names(root):
@@ -118,7 +119,7 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     part, val = names(root)
     root.rename(moved)
     assert names(moved) == [part, val]
-    split, *_ = train.open_data(str(moved), None, settings())
+    split, *_ = train.open_data(str(moved), HERE)
     assert split.classes == [] and set(split.labels.tolist()) == {-1}
 
 
@@ -136,7 +137,7 @@ def test_what_is_an_image(tmp_path, capsys):
     found = [os.path.realpath(name) for name in train.find_images(tmp_path / "data")]
     assert len(found) == len({*found}) == 10 and str(tmp_path / "data/b/A.JPG") in found
     lines = capsys.readouterr().out.strip().splitlines()
-    assert len(lines) == 1 and "3 files" in lines[0] and ".gif .heic" in lines[0]
+    assert len(lines) == 1 and "3 (.gif .heic)" in lines[0] and "as .jpg" in lines[0]
 
 
 def test_the_size_is_of_a_sample(tmp_path):
@@ -144,31 +145,23 @@ def test_the_size_is_of_a_sample(tmp_path):
     for name, n, side, wanted in (("a", 60, 8, (8, 8)), ("b", 9, (40, 24), (40, 24)),
                                   ("c", 3, 240, (224, 224))):
         write_pictures(tmp_path, name, n, side=side)
-        split, _, size = train.open_data(str(tmp_path), None, settings())
+        split, _, size = train.open_data(str(tmp_path), HERE)
         assert size == wanted and split.in_memory == (name != "c")
-    assert train.open_data(str(tmp_path), None, settings(patch_size=(7, 5)))[2] == (224, 220)
+    assert train.open_data(str(tmp_path), HERE, patch_size=(7, 5))[2] == (224, 220)
     for i in range(200):                                   # a size that no patch size divides
         Image.new("RGB", (70, 50)).save(tmp_path / f"{i}.png")
-    size = train.open_data(str(tmp_path), None, settings())[2]
-    assert (size, train.vit_config(settings(), size, {})["patch_size"]) == ((48, 64), (6, 8))
-
-
-def test_images_that_are_nearly_black(tmp_path, capsys):
-    """A note reports nearly black images, e.g. 12-bit values in 16-bit files."""
-    for bright in (31, 32):
-        Image.fromarray(np.full((8, 8), 256 * bright, "uint16")).save(tmp_path / "0.png")
-        shutil.copy(tmp_path / "0.png", tmp_path / "1.png")
-        train.open_data(str(tmp_path), None, settings())
-        assert ("nearly black" in capsys.readouterr().out) == (bright == 31)
+    size = train.open_data(str(tmp_path), HERE)[2]
+    assert (size, train.encoder_sizes(settings(), size, {})["patch_size"]) == ((48, 64), (6, 8))
 
 
 def test_files(tmp_path):
     """Images that are read from files, in pieces, are the same with and without workers."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 100, side=(12, 24))
-    split, val, size = train.open_data(str(tmp_path), (8, 16), settings())
+    split, val, size = train.open_data(str(tmp_path), HERE, (8, 16))
     assert size == (8, 16) and split.images.dtype.kind == "S"          # an array, not a list
-    whole = v2.functional.resize(val.read(3), (8, 16), Image.BICUBIC)
+    whole = train.read_image(os.fsdecode(val.images[3]))
+    whole = v2.functional.resize(whole, (8, 16), Image.BICUBIC)
     assert torch.equal(val[0, 3][0], whole)
     split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
     ForkingPickler.dumps(split)                            # for workers that are spawned
@@ -176,7 +169,7 @@ def test_files(tmp_path):
 
     def draw(workers, seed):
         keys = train.keys_of(order, seed).split(150)
-        return [*train.load_images(split, keys, settings(workers=workers))]
+        return [*train.load_images(split, keys, HERE._replace(workers=workers))]
     (first, labels), (rest, _) = draw(0, seed=1)
     assert first.shape == (150, 3, 8, 16) and rest.shape == (50, 3, 8, 16)
     assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[order[:150]])
@@ -216,9 +209,9 @@ def test_crops_of_validation(side, part):
 def test_copies_block_except_on_cuda(folder, spy):
     """Copies that did not block have been seen to give garbage on MPS."""
     copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
-    split, *_ = train.open_data(str(folder), (8, 8), settings())
+    split, *_ = train.open_data(str(folder), HERE, (8, 8))
     keys = train.keys_of(torch.arange(8))
-    [*train.load_images(split, keys.split(4), settings(device=torch.device("meta")))]
+    [*train.load_images(split, keys.split(4), HERE._replace(device=torch.device("meta")))]
     train.METHODS["imae"].draw_alpha(SimpleNamespace(beta=1.0, alpha=None), "meta")
     assert copies and not any(copies)
 
@@ -277,15 +270,15 @@ def test_cifar(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     together("train.py", "--data", "cifar10", *TINY, *DECODER, "--img_size", "48,32")
     assert train.read_checkpoint("runs/mae_cifar10")["config"]["img_size"] == (48, 32)
-    images = train.open_data("cifar10", None, settings())[0].images
+    images = train.open_data("cifar10", HERE)[0].images
     assert torch.equal(images[5, :, 7, 9], torch.tensor(Cifar("data").data[5, 7, 9]))
 
 
 # -------------------------------------------------------------------------------- crops of a batch
 def crop(images, crop=1.0, flip=False, seed=0, **more):
     torch.manual_seed(seed)
-    args = settings(crop=crop, flip=flip, batch_size=len(images) * more.get("world", 1), **more)
-    return train.crop_batch(images, images.shape[2:], args)
+    run = settings(crop=crop, flip=flip, batch_size=len(images) * more.get("world", 1))
+    return train.crop_batch(images, images.shape[2:], run, HERE._replace(**more))
 
 
 def test_crops_on_the_device():
@@ -366,9 +359,9 @@ def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
 
 def keys(n, epoch, seed=0, **more):
     """Return the keys (steps * b, 2) of an epoch on n images."""
-    args = settings(**{"seed": seed, "batch_size": 4, "pairs": False, "same_class": None, **more})
+    run = settings(**{"seed": seed, "batch_size": 4, **more})
     split = train.ImageDataset([""] * n, [0] * n, [])
-    return torch.cat([*train.draw_keys(split, [epoch], args)])
+    return torch.cat([*train.draw_keys(split, [epoch], run, HERE)])
 
 
 def test_order_of_images(folder):
@@ -378,15 +371,15 @@ def test_order_of_images(folder):
     assert all(len({*ids.tolist()}) == 8 for ids in orders) and {*torch.cat(orders).tolist()} == {
         *range(10)}
     assert len(torch.stack(orders).unique(dim=0)) == 10
-    val = train.open_data(str(folder), None, settings())[1]
-    a, b = (next(train.val_batches(val, settings(), (16, 16), 6))[0] for _ in range(2))
+    val = train.open_data(str(folder), HERE)[1]
+    a, b = (next(train.val_batches(val, HERE, (16, 16), 6))[0] for _ in range(2))
     assert torch.equal(a, b) and len(a) == 6 and min(a) < 6 <= max(a)  # of both classes
 
 
 def test_crops_of_partners():
     """Images and their partners are cropped with different seeds, in each epoch with new ones."""
     seeds = [x for epoch in (0, 1)
-             for x in keys(8, epoch, batch_size=8, pairs=True)[:, 0].chunk(2)]
+             for x in keys(8, epoch, batch_size=8, pairs="images")[:, 0].chunk(2)]
     assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
 
 
@@ -405,8 +398,9 @@ def test_random_numbers_of_pieces_and_processes(spy):
     seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
     for rank in range(2):
-        args = settings(accum=2, clip_grad=0, rank=rank, same_draws=False)
-        train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, args)
+        task = SimpleNamespace(run=settings(accum=2), here=HERE._replace(rank=rank),
+                               same_draws=False, inputs=lambda x: [x])
+        train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, task)
     assert len(seeds) == len({*seeds}) == 4
 
 
@@ -431,9 +425,8 @@ def dry(monkeypatch, tmp_path):
 
     def run(main, words, side, n=50_000):
         split = train.ImageDataset(torch.zeros(n, 3, 1, 1), [0] * n, ["a", "b"])
-        for module in (train, finetune):
-            monkeypatch.setattr(module, "open_data", lambda *_: (split, split, pair(side)))
-            monkeypatch.setattr(module, "fit", lambda args, *_, **__: seen.append(vars(args)) or {})
+        monkeypatch.setattr(train, "open_data", lambda *_, **__: (split, split, pair(side)))
+        monkeypatch.setattr(train, "fit", lambda task, _: seen.append(task.run._asdict()) or {})
         main(words.split())
         return seen.pop()
     return run
@@ -518,7 +511,8 @@ def test_what_changes_nothing(pretrain):
 
 def test_a_run_leaves_everything(pretrain):
     content = pretrain("--img_size", "16,24")
-    assert {p.name for p in Path("runs/mae").iterdir()} == {"last.pt", "log.jsonl", "recon.png"}
+    assert {p.name for p in Path("runs/mae").iterdir()} == {
+        "last.pt", "log.jsonl", "recon.png", "steps.jsonl"}
     assert [row["epoch"] for row in log()] == [1, 2] and content["history"] == log()
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
@@ -686,7 +680,7 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]
     pretrain(*words, name="all", own=[])
     images, noise = (torch.cat(parts) for parts in zip(*seen))
-    truth = train.open_data(str(folder), (16, 24), settings())[1].images / 255
+    truth = train.open_data(str(folder), HERE, (16, 24))[1].images / 255
     found = [(x - truth).abs().amax((1, 2, 3)).argmin().item()
              for x in denormalize(images, train.load_model("runs/all"))]
     assert sorted(found) == [*range(11)]                   # each validation image once
