@@ -653,7 +653,8 @@ def open_tensors(file, parts):
                          f"tests/docs/FORKS.md: {last_line(error)}")
     found = []
     for part, value in zip(parts, values):
-        images, labels, names = value if isinstance(value, (tuple, list)) else (value, None, [])
+        alone = not isinstance(value, (tuple, list)) or len(value) != 3
+        images, labels, names = (value, None, []) if alone else value
         where, good = f"--data {file}, {part}", torch.is_tensor(images) and images.ndim == 4
         require(good and images.dtype is torch.uint8 and len(images), f"{where}: images must be a "
                 f"uint8 tensor (N,C,H,W) with N above 0, not "

@@ -2,19 +2,23 @@
 finite. Invalid input ends with exit code 2 and one line, and no run is lost."""
 
 import errno
+import io
 import json
 import math
 import os
 import pickle
 import shutil
 import signal
+import sys
+import threading
 from pathlib import Path
 from urllib.error import URLError
 
+import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 import finetune
 import train
@@ -194,8 +198,9 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, capsys, refused, words
     assert [out.count(f"cannot read {path.absolute()}:") for path in bad] == [1] * len(bad)
     assert out.count("8 of 128 image") == 1 and out.index("8 of 128") < out.index("epoch 1:")
     assert math.isfinite(row["psnr_masked"]) and not Path("ran").exists()
+    for path in bad:
+        path.unlink()
     for path in ("data/val/b/x.png", "data/train/a/torn.jpg"):         # the latter for neighbours
-        Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(b"")
         main, more = (train.main, [*TINY, *DECODER, "--name", "new"]) if "val" in path else (
             finetune.main, ["--checkpoint", "runs/mae_data", "--mode", "knn", "--img_size", "8"])
@@ -446,3 +451,208 @@ def test_a_scale_that_is_too_large(words, monkeypatch):
     assert content["history"][1]["loss"] == math.inf
     updates = {int(state["step"]) for state in content["optimizer"]["state"].values()}
     assert len(updates) == 1 and 0 < updates.pop() < 15
+
+
+# ------------------------------------------------------------------------------ files of one's own
+
+def part(n=8, **more):
+    """Return the part of a .pt file, images and labels of two classes, with `more` replaced."""
+    value = dict(images=torch.zeros(n, 3, 8, 8, dtype=torch.uint8), labels=torch.arange(n) % 2,
+                 names=["a", "b"])
+    return tuple({**value, **more}.values())
+
+
+@pytest.mark.parametrize("train_part, val_part, words", [
+    (part(labels=torch.arange(8) % 2 + 1), part(), "labels are from 1 to 2; from 0 to 1"),
+    (part(labels=torch.arange(7)), part(), "labels must be 8 integers; (7,)"),
+    (part(labels=torch.rand(8)), part(), "integers; float32"),
+    (part(), part(names=["a", "c"]), "different class names"),
+    (part(0), part(), "uint8 tensor; (0, 3, 8, 8)"), ([1, 2], part(), "uint8 tensor; list"),
+    (part(images=torch.zeros(8, 3, 8, 8)), part(), "uint8; float32"),
+    (part(images=np.zeros((8, 3, 8, 8), "uint8")), part(), "own.pt must be a dict of tensors")])
+def test_what_a_file_of_tensors_must_hold(tmp_path, refused, train_part, val_part, words):
+    path = tmp_path / "own.pt"
+    torch.save({"train": train_part, "val": val_part}, path)
+    refused(lambda file: train.open_data(file, HERE), str(path), *words.split("; "))
+
+
+@pytest.mark.parametrize("names, wanted", [
+    ([0, 1], ["0", "1"]), ({1: "b", 0: "a"}, ["a", "b"]), (("a", "b"), ["a", "b"])])
+def test_class_names_of_a_file_of_tensors(tmp_path, names, wanted):
+    """Class names can be integers, a tuple, or a dict; images can also be alone."""
+    torch.save({"train": part(names=names), "val": part(names=names)}, tmp_path / "own.pt")
+    assert train.open_data(str(tmp_path / "own.pt"), HERE)[0].classes == wanted
+    torch.save({x: part()[0] for x in ("train", "val")}, tmp_path / "own.pt")
+    data = train.open_data(str(tmp_path / "own.pt"), HERE)[0]
+    assert data.classes == [] and {*data.labels.tolist()} == {-1}
+
+
+def test_what_else_a_file_may_hold(tmp_path, capsys):
+    """A TIFF's fourth band is not transparency. Further bands and pages are counted. A PNG is read
+    however long its text is."""
+    bands = Image.merge("RGBA", [Image.new("L", (8, 8), value) for value in (247, 20, 30, 0)])
+    bands.save(tmp_path / "0.tif")
+    page = Image.new("RGB", (8, 8), (247, 20, 30))
+    page.save(tmp_path / "1.tif", save_all=True, append_images=[page])
+    text = PngImagePlugin.PngInfo()
+    text.add_text("prompt", "x" * 2_000_000, zip=True)
+    page.save(tmp_path / "2.png", pnginfo=text)
+    data = [part.images for part in train.open_data(str(tmp_path), HERE)[:2]]
+    assert (torch.cat(data) == torch.tensor([247, 20, 30]).view(3, 1, 1)).all()
+    assert "more than one page" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_listed(folder, monkeypatch, refused):
+    scandir = os.scandir
+
+    def forbid(path):
+        if str(path).endswith("train/b"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", forbid)
+    refused(train.main, ["--data", folder, *TINY], "Permission denied", "train/b")
+
+
+LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
+    "Training/a/0.png Training/b/0.png Test/a/0.png": "Training; Test; val/",
+    "train2017/0.png val2017/0.png": "train2017; val2017", "x/train_images/0.png y/0.png": "x has",
+    "train/0.png train/1.png val/2.png": (2, 1, 0), "train/a/0.png val/images/1.png": "images; a",
+    "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "train/train/0.png val/train/0.png": (1, 1, 1),
+    "a/0.png b/0.png runs/x/last.pt runs/x/recon.png": (1, 1, 0), "train/a/0.png": "no val/",
+    "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0)}
+
+
+@pytest.mark.parametrize("files", LAYOUTS)
+def test_layouts_of_folders(tmp_path, refused, files):
+    """Folders that look like parts of a data set are never a flat folder."""
+    for file in files.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / file, "PNG")
+    if isinstance(LAYOUTS[files], str):
+        refused(lambda x: train.open_data(x, HERE), str(tmp_path), *LAYOUTS[files].split("; "))
+    else:
+        data, val, _ = train.open_data(str(tmp_path), HERE)
+        assert (len(data.labels), len(val.labels), len(data.classes)) == LAYOUTS[files]
+
+
+def test_few_images(tmp_path, monkeypatch, spy):
+    """Two images are enough. --train_images reads no more than it needs."""
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("two"), "x", 2, side=8)
+    assert train.main("--data two --epochs 1 --workers 0")["epoch"] == 1
+    write_pictures(Path("many/train"), "ab", 100, side=8)
+    write_pictures(Path("many/val"), "ab", 1, side=8)
+    read = spy(train, "read_image", lambda file: file)
+    train.open_data("many", HERE, train_images=10)
+    assert len(read) == 50 + 10 + 2                        # samples, train, val
+
+
+# ------------------------------------------------------------- notebooks, streams, the environment
+
+def test_main_in_a_notebook(pretrain, folder, tmp_path, monkeypatch):
+    """main takes numbers, paths and one string, expands ~, raises InputError, works in a thread,
+    and leaves signals and streams as they were."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM), sys.stdout, sys.stderr
+    words = ["--data", folder, "--runs", "~/runs", *TINY, *DECODER, "--epochs", 1, "--name"]
+    rows = [train.main([*words, "list"]),
+            train.main(" ".join(f"'{word}'" for word in [*words, "string"]))]
+    thread = threading.Thread(target=lambda: rows.append(train.main([*words, "thread"])))
+    thread.start()
+    thread.join()
+    assert rows[0]["loss"] == rows[1]["loss"] == rows[2]["loss"]
+    assert (tmp_path / "runs/thread/last.pt").exists() and not Path("~").exists()
+    with pytest.raises(InputError, match="--resume .*--overwrite .*--name"):
+        train.main([*words, "list"])
+    assert before == (signal.getsignal(signal.SIGTERM), sys.stdout, sys.stderr)
+
+
+class Poor(io.StringIO):
+    """A stream that cannot show every letter, or that is closed after some lines."""
+    encoding, lines = "cp1252", math.inf
+
+    def write(self, text):
+        self.lines -= text.count("\n")
+        if self.lines < 0:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        text.encode(self.encoding)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("lines", [math.inf, 2, None])
+def test_streams_do_not_end_a_run(pretrain, folder, monkeypatch, lines):
+    """Not if they lack a letter, are closed (as by `| head`), or are missing."""
+    shutil.copytree(folder, "图片")
+    stream = Poor() if lines else None
+    if lines:
+        stream.lines = lines
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", None if lines is None else sys.stderr)
+        train.main(["--data", "图片", *TINY, *DECODER])
+    assert train.read_checkpoint("runs/mae_图片")["epoch"] == 2
+    assert lines != math.inf or r"\u56fe\u7247: 40 train" in stream.getvalue()
+
+
+def test_side_products_do_not_cost_the_result(pretrain, monkeypatch, capsys):
+    """The table of --eval is printed, and its picture is written to the current folder, if it
+    cannot be beside the model. A picture or log that cannot be written does not end a run."""
+    def refuse(columns, path, save=train.save_picture):
+        if path.parent != Path("."):
+            raise OSError(errno.EACCES, "Permission denied", str(path))
+        save(columns, path)
+    monkeypatch.setattr(train, "save_picture", refuse)
+    assert pretrain()["epoch"] == 2
+    train.main(["--eval", "runs/mae", "--workers", "0"])
+    said = capsys.readouterr().out
+    assert "cannot write runs/mae/recon.png: Permission denied" in said
+    assert said.index("psnr_masked  psnr") < said.index("cannot write runs/mae/eval_mae.png")
+    assert Path("eval_mae.png").exists()
+
+
+def test_the_environment(pretrain, folder, monkeypatch, refused):
+    """RANK of another program does not matter in a world of one. Otherwise, one line says what is
+    missing, and so it does for a device or a compiler."""
+    words = ["--data", folder, *TINY, *DECODER, "--name"]
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert train.main([*words, "alone"])["epoch"] == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused(train.main, [*words, "x"], "WORLD_SIZE is 4", "MASTER_ADDR", "torchrun")
+    monkeypatch.delenv("WORLD_SIZE")
+    refused(train.main, [*words, "x", "--device", "cuda"], "--device cuda", "use cpu")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: 1 / 0)
+    refused(train.main, [*words, "x", "--compile"], "--compile", "division by zero", "g++")
+    assert not Path("runs/x").exists()
+
+
+def test_causes_are_named(pretrain, tune, refused, monkeypatch, capsys):
+    """Messages have the cause's own words: an unknown method, another version of a method, files
+    that torch cannot read, a probe's batch of one image."""
+    content = torch.load("runs/mae/last.pt", weights_only=True)
+    torch.save({**content, "method": "nir"}, "nir.pt")
+    refused(train.main, ["--eval", "nir.pt"], "nir.pt: ", "method nir", "METHODS")
+    torch.save({**content, "source": "another text"}, "edited.pt")
+    train.load_model("edited.pt")
+    assert "edited.pt was trained with another version" in capsys.readouterr().out
+    monkeypatch.setattr(torch, "load", lambda *_, **__: 1 / 0)
+    refused(train.main, ["--init", "runs/mae", "--name", "x"], "runs/mae/last.pt", "division by zero")
+    monkeypatch.undo()
+
+
+def test_a_probe_needs_two_images(tune, refused):
+    words = ["--mode", "linear", "--batch_size", "8", "--accum", "8"]
+    refused(lambda words: tune(*words, name="x"), words, "--batch_size 8 must be at least 16")
+    assert not Path("runs/x").exists()
+
+
+def test_titles_differ_where_names_do(pretrain, spy):
+    """Also those of long names, and of two files of one name."""
+    for name in ("one/mae_ratio_0.5_and_more", "two/mae_ratio_0.5_and_more"):
+        runs, name = name.split("/")
+        train.main(["--runs", runs, "--name", name, "--epochs", "0", "--train_images", "20",
+                    "--eval_images", "4", "--workers", "0"])
+    drawn = spy(train, "save_picture", lambda columns, path: list(columns))
+    train.main(["--eval", "one/mae_ratio_0.5_and_more", "two/mae_ratio_0.5_and_more", "--workers",
+                "0", "--eval_images", "4", "--mask_ratios", "0.75"])
+    assert len(drawn[0]) == 4 and all("0.5_and_more" in title for title in drawn[0][2:])

@@ -247,7 +247,7 @@ def test_final_norm_of_a_frozen_encoder(tune):
     assert isinstance(none.norm, torch.nn.Identity) and torch.equal(plain(x), plain.norm(none(x)))
 
 
-def test_few_labels(tune, tmp_path, capsys):
+def test_few_labels(tune, tmp_path, capsys, spy):
     """--labels keeps a fraction of each class's images, at least one, which the seed chooses.
     Validation is rarer, so that it covers no more images than training."""
     for part, n in (("train", 20), ("val", 4)):
@@ -269,6 +269,10 @@ def test_few_labels(tune, tmp_path, capsys):
     assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
     scored = [row["epoch"] for row in a["history"] if "top1" in row]
     assert scored == [2, 4, 5]                             # 12 is about two times 7
+    chosen = spy(train, "fit", lambda task, _: sorted(task.train.images.float().mean((1, 2, 3)).tolist()))
+    for seed in "010":
+        tune(*words, "--epochs", "0", "--seed", seed, "--overwrite", name="chosen")
+    assert chosen[0] == chosen[2] != chosen[1]
     few = tune(*words, "--epochs", "2", "--eval_images", "6", name="few")[0]
     assert all("top1" in row for row in few["history"])
     tune("--mode", "knn", *words[:2], *words[4:])

@@ -119,6 +119,9 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     part, val = names(root)
     root.rename(moved)
     assert names(moved) == [part, val]
+    for i in range(300):                                   # the hash is of the folder's name, too
+        write_pictures(tmp_path / "alike", [f"{i}"], 1, side=1)
+    assert 5 <= len(names(tmp_path / "alike")[1]) <= 30
     split, *_ = train.open_data(str(moved), HERE)
     assert split.classes == [] and set(split.labels.tolist()) == {-1}
 
@@ -288,6 +291,8 @@ def test_crops_on_the_device():
     mirrored = (flipped - whole.flip(3)).abs().amax((1, 2, 3)) < 1e-3
     untouched = (flipped - whole).abs().amax((1, 2, 3)) < 1e-3
     assert 15 < mirrored.sum() < 49 and (mirrored | untouched).all()
+    white = crop(torch.full_like(images, 255), 0.2, True)
+    assert (white - 255).abs().max() < 1e-3                # nothing from outside the image
     half = crop(images[32:], 0.2, True, world=2, rank=1)   # the second of two processes
     assert torch.equal(half, crop(images, 0.2, True)[32:])
 
@@ -548,7 +553,7 @@ def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, met
     optimizer is SGD because Adam turns rounding errors into full steps where a gradient is zero,
     e.g. of a key's bias. A batch of 12 does not divide the 40 images. Validation has 11. Images
     that just fit into memory stay there, however many processes there are."""
-    words = ["--optimizer", "sgd", "--lr", "0.1", "--accum", "2", "--batch_size", "12",
+    words = ["--optimizer", "sgd", "--blr", 0.1 * 256 / 12, "--accum", "2", "--batch_size", "12",
              "--img_size", "16,24", "--method", method, *flags(BASE[method])]
     words += ["--pixel_fraction", "0.5"] if method == "minr" else []
     if processes == 3:                                     # one gets no image to validate on
@@ -563,7 +568,7 @@ def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, met
     assert said.count("epoch 2:") == 1                     # only one process prints
     assert "Warning" not in Path("err").read_text()
     for a, b in zip(one["history"], two["history"]):       # 11 images, none twice
-        for name in ("loss", "psnr_masked", "psnr_image", "psnr_decoded"):
+        for name in ("lr", "loss", "psnr_masked", "psnr_image", "psnr_decoded"):
             assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
@@ -598,15 +603,23 @@ def test_resuming_needs_no_init(pretrain, monkeypatch):
     assert same(straight["model"], pretrain(*words, "--resume")["model"])
 
 
-def test_overwriting(pretrain, monkeypatch):
-    """--overwrite starts anew. Once it trains, no later --resume finds the old run."""
+def test_overwriting(pretrain, monkeypatch, refused):
+    """--overwrite starts anew. Once it trains, no later --resume finds the old run, whose file is
+    kept until there is a new one. A run that the command reads is not overwritten."""
     first = pretrain()
-    assert not same(first["model"], pretrain("--overwrite", "--seed", "1")["model"])
+    second = pretrain("--overwrite", "--seed", "1")
+    assert not same(first["model"], second["model"])
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(MAE, "forward", None)
         pretrain("--overwrite")
-    assert not Path("runs/mae/last.pt").exists()
+    kept, last = Path("runs/mae/replaced.pt"), Path("runs/mae/last.pt")
+    assert same(train.read_checkpoint(kept)["model"], second["model"]) and not last.exists()
     assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
+    assert last.exists() and not kept.exists()
+    before = last.read_bytes()
+    for path in ("runs/mae", "runs/../runs/mae/last.pt"):
+        refused(lambda words: pretrain(*words), ["--overwrite", "--init", path], "--init", "--name")
+    assert last.read_bytes() == before
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -735,12 +748,15 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys):
         assert np.array_equal(cells(picture, column), cells(recon, wanted))
 
 
-def test_masks_of_an_evaluation(pretrain):
+def test_masks_of_an_evaluation(pretrain, spy):
     """Each pattern and ratio has its own score. After training, a run is scored under its own
     pattern, and on whole images, even in files."""
     row = pretrain("--mask", "grid", "--img_size", "12")["history"][-1]
     words = ["--workers", "0", "--mask_ratios", "0.5", "0.75", "--eval", "runs/mae/last.pt"]
+    drawn = spy(train, "save_picture", lambda columns, path: columns)
     rows = train.main([*words, "--masks", "random", "grid", "block"])
+    *_, masked, completed = drawn[0].values()              # one checkpoint, so one column
+    assert len(drawn[0]) == 3 and torch.equal(masked[masked != 0.5], completed[masked != 0.5])
     scores = {(row["mask"], row["mask_ratio"]): row["psnr_masked"] for row in rows}
     assert len(rows) == len({*scores.values()}) == 6
     assert scores["grid", 0.75] == pytest.approx(row["psnr_masked"], abs=1e-4)
