@@ -417,16 +417,20 @@ def main(argv=None):
 # Paper and release: where they or torchvision differ, and what we do
 #   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. We use torchvision's, always at 27 of 30.
 #   2. Only the released code has random erasing. It fills in noise; we fill in the mean colour.
-#   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum.
+#   3. The paper's linear probe uses LARS, which PyTorch lacks; ours uses SGD with momentum, at the
+#      blr that the paper chose for LARS. No source has SGD with this learning rate.
 #   4. For fine-tuning, MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens, and
 #      MAE's release the mean of the patch tokens. We follow MAE's release.
 #   5. The probe and nearest neighbours also use these features, so that methods can be compared.
 #      The released probe uses the class token (`--pool token`). For MINR, see default_pool.
 #   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 lists none). For ViT-B, the
 #      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's also for ViT-S).
-#   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50.
+#   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50. Drop
+#      path in Table 9 is 0.1 for ViT-B and L, 0.2 for ViT-H; in the release, 0.2 for L, 0.3 for H.
 #   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
 #   9. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
+#  10. The releases report the best epoch on the validation images; we report the last one. Their
+#      final learning rate is 1e-6, and `crop` (0.08) is timm's default, which no table has.
 
 if __name__ == "__main__":
     train.shell(main)

@@ -359,7 +359,7 @@ def settle(flags, sizes, recipe, low_res, n, lr_scale=1.0, least_eval_every=1, o
                 values["lr"] = values["blr"] * values["batch_size"] / 256
             values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
         values.setdefault("eval_every", max(1, values["epochs"] // 50, least_eval_every))
-    values["low_res"] = [f"{name} {values[name]}" for name in small if name not in given]
+    values["low_res"] = tuple(f"{name} {values[name]}" for name in small if name not in given)
     return frozen(**{**flags._asdict(), **values, "config": MappingProxyType(config)})
 
 
@@ -865,7 +865,8 @@ def crop_transform(img_size, run, *more):
 def center_crop(image, img_size, fraction=None):
     """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has the aspect ratio
     of img_size. Its sides are `fraction` times the largest possible ones. By default, `fraction` is
-    7/8 if a side has 224 pixels or more, as in MAE (224 of 256 pixels), and 1 otherwise."""
+    7/8 if a side has 224 pixels or more, as in MAE's release for inputs of up to 224 pixels (224
+    of 256 pixels), and 1 otherwise."""
     (h, w), (H, W) = image.shape[1:], img_size
     fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
     scale = fraction * min(h / H, w / W)
@@ -934,7 +935,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1  # far from ground by channel
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1  # 0.35 or more apart
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)

@@ -540,9 +540,17 @@ def test_a_run_learns(pretrain):
 
 
 def patched(_, *words):
-    """Do as `python train.py ...` with what a test has patched."""
-    torch.compile = partial(torch.compile, backend="eager")        # only in this process
-    train.main([*map(str, words)])
+    """Do as `python train.py ...` with what a test has patched, with DDP buckets of some kB, at
+    which torch.compile cuts the graph, and print the number of parts."""
+    def backend(graph, _):
+        parts.append(graph)
+        return graph.forward
+    parts, torch.compile = [], partial(torch.compile, backend=backend)         # only in this process
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4_000
+    torch.nn.parallel.DistributedDataParallel = partial(
+        torch.nn.parallel.DistributedDataParallel, bucket_cap_mb=0.004)
+    train.main(words)
+    print(f"{len(parts)} parts")
 
 
 @pytest.mark.parametrize("processes, method, more", [
@@ -566,6 +574,7 @@ def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, met
     assert ("in memory" in said) == (processes == 2)
     assert same(one["model"], two["model"], atol=1e-6)
     assert said.count("epoch 2:") == 1                     # only one process prints
+    assert "--compile" not in more or int(re.search(r"(\d+) parts", said)[1]) > 4
     assert "Warning" not in Path("err").read_text()
     for a, b in zip(one["history"], two["history"]):       # 11 images, none twice
         for name in ("lr", "loss", "psnr_masked", "psnr_image", "psnr_decoded"):
