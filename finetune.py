@@ -16,7 +16,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 import train
-from train import count, fraction, in_range, not_negative, path
+from train import count, fraction, in_range, not_negative, expanded
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, normalize, require
 
 
@@ -392,7 +392,7 @@ def main(argv=None):
                 "from random weights, with the sizes and data of any --checkpoint; eval: "
                 "evaluate a fine-tuned checkpoint (finetune)")
     mode = parser.parse_known_args(words)[0].mode           # it decides which other flags exist
-    option("--checkpoint", metavar="FILE", type=path, required=mode != "scratch",
+    option("--checkpoint", metavar="FILE", type=expanded, required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
     train.add_flags(parser, "data and device", train.DATA)
     if mode == "eval":

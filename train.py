@@ -819,8 +819,7 @@ def load_images(dataset, batches, here):
 
 
 def val_ids(dataset, most=None):
-    """Return the indices (n,) of the images to validate on, in a fixed random order: `most`, or all.
-    """
+    """Return the indices (n,) of at most `most` images to validate on, in a fixed random order."""
     return torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))[:most]
 
 
@@ -1050,7 +1049,7 @@ def save(path, content):
 
 def checkpoint_file(path):
     """Return the path of a checkpoint, which for a folder is its last.pt."""
-    return Path(path, "last.pt") if Path(path).is_dir() else Path(path)
+    return Path(expanded, "last.pt") if Path(path).is_dir() else Path(path)
 
 
 def read_checkpoint(path, heads=None):
@@ -1298,12 +1297,12 @@ def size_in_pixels(text):
 
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
-fraction, path = in_range(float, 0, 1), os.path.expanduser             # notebooks do not expand ~
+fraction, expanded = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (path, "shapes, cifar10, cifar100, a folder or a .pt file; default: shapes or, with "
-                  "--eval and in finetune.py, the checkpoint's data"),
+    "data": (expanded, "shapes, cifar10, cifar100, a folder or a .pt file; default: shapes or, "
+                       "with --eval and in finetune.py, the checkpoint's data"),
     "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
@@ -1320,8 +1319,8 @@ ENCODER = {
     "depth": (count, "number of encoder blocks; default: set by --size"),
     "heads": (count, "number of attention heads in the encoder; default: set by --size")}
 RUN = {
-    "runs": (path, "folder for all runs"),
-    "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
+    "runs": (expanded, "folder for all runs"),
+    "name": (expanded, "name of the run; default: made from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
@@ -1342,11 +1341,11 @@ RECIPE = {
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {
-    "init": (path, "checkpoint that initialises the encoder and, if it fits, the decoder"),
+    "init": (expanded, "checkpoint that initialises the encoder and, if it fits, the decoder"),
     "mask": (("random", "grid", "block"), "pattern of the masks"),
     "leak_free": (bool, "with norm_pix_loss, validate without the true patches' mean and variance")}
 PAIRS = {
-    "teacher": (path, "MAE checkpoint to distill from; default: none"),
+    "teacher": (expanded, "MAE checkpoint to distill from; default: none"),
     "same_class": (fraction, "fraction of pairs within one class; default: random pairs")}
 # no workers outside Linux: starting them is slow there
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
@@ -1435,8 +1434,10 @@ def run_cli(parser, work, words):
 
 def last_line(error):
     """Return what an error says in its last line: a worker's error begins with a traceback."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    return re.sub(r"^(\w+\.)*\w*Error: ", "", lines[-1])
+    text = str(error).strip() or repr(error)
+    if "Weights only load failed" in text:                 # from torch.load, with long advice
+        return "it holds objects, e.g. code or NumPy arrays, that are not loaded: save tensors"
+    return re.sub(r"^(\w+\.)*\w*Error: ", "", text.splitlines()[-1])
 
 
 def shell(main):
@@ -1462,7 +1463,7 @@ def main(argv=None):
                         f"value ...]\n       python train.py --eval FILE ... [--flag value ...]")
     option = parser.add_argument
     option("--method", choices=METHODS, default="mae", metavar="NAME", help="method to train (mae)")
-    option("--eval", nargs="+", metavar="FILE", type=path, help="instead of training, evaluate "
+    option("--eval", nargs="+", metavar="FILE", type=expanded, help="instead of training, evaluate "
            "checkpoints with the same image and patch size; for its flags see --eval FILE --help")
     known = parser.parse_known_args(words)[0]               # these decide which other flags exist
     cls = METHODS[known.method]
