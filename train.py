@@ -1049,7 +1049,7 @@ def save(path, content):
 
 def checkpoint_file(path):
     """Return the path of a checkpoint, which for a folder is its last.pt."""
-    return Path(expanded, "last.pt") if Path(path).is_dir() else Path(path)
+    return Path(path, "last.pt") if Path(path).is_dir() else Path(path)
 
 
 def read_checkpoint(path, heads=None):
@@ -1427,8 +1427,10 @@ def run_cli(parser, work, words):
         sys.stdout = stdout
         if is_main:
             signal.signal(signal.SIGTERM, handler)
-    if dist.is_initialized() and torch.cuda.is_available():            # not needed on CPUs,
-        dist.destroy_process_group()                       # where torch 2.6 can hang here
+    # Without this, about one start in twenty of several processes aborts at its very end, in a
+    # thread of gloo that is still running. On CPUs, torch 2.6 can hang here.
+    if dist.is_initialized() and (torch.cuda.is_available() or TORCH >= (2, 14)):
+        dist.destroy_process_group()
     return row
 
 
