@@ -496,7 +496,7 @@ def compare(flags):
     print(f"PSNR in dB, mean over {len(val.labels[:flags.eval_images])} images of {data}")
     print(as_table(rows))
     names = dict.fromkeys(name_of(row["checkpoint"]) for row in rows)
-    picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:200]}.png")
+    picture = Path(rows[0]["checkpoint"]).with_name(f"{'_'.join(['eval', *names])[:80]}.png")
     for path in (picture, Path(picture.name)):             # a model's folder may be read-only
         with side_product(path):
             save_picture(columns, path)
@@ -659,18 +659,25 @@ def open_tensors(file, parts):
         require(good and images.dtype is torch.uint8 and len(images), f"{where}: images must be a "
                 f"uint8 tensor (N,C,H,W) with N above 0, not "
                 f"{f'{images.dtype} {tuple(images.shape)}' if good else type(images).__name__}")
-        n = len(images)
+        n, labels = len(images), [-1] * len(images) if labels is None else labels
+        require(isinstance(names, (list, tuple, dict)), f"{where}: class names must be a list, not "
+                                                        f"{type(names).__name__}")
         if isinstance(names, dict):
             names = [names[key] for key in sorted(names)]
-        labels = torch.full((n,), -1) if labels is None else torch.as_tensor(labels)
-        require(labels.shape == (n,) and not labels.is_floating_point(), f"{where}: labels must be "
-                f"{n} integers, not {labels.dtype} {tuple(labels.shape)}")
+        with suppress(TypeError, ValueError):              # of lists that hold no numbers
+            labels = torch.as_tensor(labels)
+        require(torch.is_tensor(labels) and labels.shape == (n,) and labels.dtype in INTEGERS,
+                f"{where}: labels must be {n} integers, not "
+                f"{getattr(labels, 'dtype', 'a list')} {tuple(getattr(labels, 'shape', ()))}")
         low, high = labels.min().item(), labels.max().item()
         require(low == high == -1 or 0 <= low and high < len(names), f"{where}: labels are from "
                 f"{low} to {high}, but must be from 0 to {len(names) - 1}, for {len(names)} names")
         found.append((images, labels.long(), [*map(str, names)]))
     require(found[0][2] == found[-1][2], f"--data {file}: the parts have different class names")
     return found
+
+
+INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
 def read_into_memory(dataset, size, here, replaces):

@@ -466,6 +466,7 @@ def part(n=8, **more):
     (part(labels=torch.arange(8) % 2 + 1), part(), "labels are from 1 to 2; from 0 to 1"),
     (part(labels=torch.arange(7)), part(), "labels must be 8 integers; (7,)"),
     (part(labels=torch.rand(8)), part(), "integers; float32"),
+    (part(labels=[*"abcdabcd"]), part(), "8 integers; a list"), (part(names=2), part(), "names; int"),
     (part(), part(names=["a", "c"]), "different class names"),
     (part(0), part(), "uint8 tensor; (0, 3, 8, 8)"), ([1, 2], part(), "uint8 tensor; list"),
     (part(images=torch.zeros(8, 3, 8, 8)), part(), "uint8; float32"),
