@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, init_weights, require,
-                 sincos_pos_embed, visible_count)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, gather_patches, init_weights,
+                 normalize_patches, patchify, require, sincos_pos_embed, visible_count)
 
 
 class CrossAttention(nn.Module):
@@ -101,7 +101,7 @@ class CrossMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, False                           # see mae.py; __init__ sets lr_scale
+    lr_scale, pairs = 1.0, None                            # see mae.py; __init__ sets lr_scale
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
@@ -187,7 +187,10 @@ class CrossMAE(nn.Module):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
-        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C)
+        # (B, P, p*p*C), float32
+        target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()
+        if self.norm_pix_loss:
+            target, _, _ = normalize_patches(target)                   # (B, P, p*p*C)
         loss = (pred - target).square().mean()                         # scalar, Sec. 3.3
         return loss, {"loss": loss.detach()}
 

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, require
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, gather_patches, init_weights,
+                 normalize_patches, patchify, require)
 
 
 def grid_coords(size, device=None):
@@ -73,7 +74,7 @@ class HyperMAE(nn.Module):
     low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, False                           # see mae.py
+    lr_scale, pairs = 1.0, None                            # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,
@@ -133,16 +134,18 @@ class HyperMAE(nn.Module):
         also exceptions (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
-        layers = list(self.paco_mlp)
-        layers.insert(self.modulated_layer, lambda z: z @ M)           # matmul(z, M)
-        no_relu = {len(layers) - 1}                        # the last layer outputs pixels
-        if not self.relu_around_m:                                     # item 1
-            no_relu |= {self.modulated_layer - 1, self.modulated_layer}
-        for i, layer in enumerate(layers):
-            z = layer(z)                                   # (B, P, h); the last: (B, P, p*p*C)
-            if i not in no_relu:
+        mod = self.modulated_layer
+        for i, layer in enumerate(self.paco_mlp[:mod]):                # Algorithm 1's first loop
+            z = layer(z)                                               # (B, P, h)
+            if i < mod - 1 or self.relu_around_m:                      # item 1
                 z = F.relu(z)                                          # (B, P, h)
-        return z + self.out_bias                                       # (B, P, p*p*C) item 3
+        z = z @ M                                                      # (B, P, h) modulation
+        if self.relu_around_m:                                         # item 1
+            z = F.relu(z)                                              # (B, P, h)
+        *hidden, last = self.paco_mlp[mod:]                            # Algorithm 1's second loop
+        for layer in hidden:
+            z = F.relu(layer(z))                                       # (B, P, h)
+        return last(z) + self.out_bias                                 # (B, P, p*p*C) item 3
 
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). noise (B,L) is random by
@@ -155,8 +158,11 @@ class HyperMAE(nn.Module):
             ids = torch.cat([ids_keep, ids_mask], dim=1)               # (B, L)
         coords = grid_coords(self.encoder.grid, images.device)[ids]    # (B, P, 2) Algorithm 1: pco
         pred = self.decode(coords, M)                                  # (B, P, p*p*C) z
-        target = self.encoder.targets(images, ids, self.norm_pix_loss)  # (B, P, p*p*C) x_masked
-        loss = (pred - target).square().mean()                         # MSELoss(z, x_masked)
+        # (B, P, p*p*C), float32; Algorithm 1: x_masked
+        target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()
+        if self.norm_pix_loss:                                         # Table 1
+            target, _, _ = normalize_patches(target)                   # (B, P, p*p*C)
+        loss = (pred - target).square().mean()                         # scalar
         return loss, {"loss": loss.detach()}
 
     @torch.no_grad()

@@ -19,8 +19,8 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, init_weights, pair, require,
-                 sincos_pos_embed)
+from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, gather_patches, init_weights,
+                 normalize_patches, pair, patchify, require, sincos_pos_embed)
 
 
 class IMAE(nn.Module):
@@ -50,7 +50,7 @@ class IMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, True                            # train.py draws partners, item 7
+    lr_scale, pairs = 1.0, "images"                        # train.py draws partners, item 7
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -105,17 +105,19 @@ class IMAE(nn.Module):
         mixed = self.encoder(mix, ids_keep)                            # (B, 1+K, D)
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
-    def decode(self, z, ids_keep, ids_mask, P):
-        """Predict the P patches with the highest noise from a latent z (B,1+K,E): (B,P,p*p*C). P is
-        M for the masked patches, L for all. (As in mae.py, except that z already has width E.)"""
+    def decode(self, z, ids_keep, ids_mask, visible_too=False):
+        """Predict the masked patches ids_mask (B,M) from a latent z (B,1+K,E). Returns (B,M,p*p*C).
+        With visible_too, predictions of the visible patches ids_keep come first: (B,L,p*p*C). (As
+        in mae.py, except that z already has width E.)"""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
                             z[:, 1:] + pos[ids_keep],                  # (B, K, E) visible patches
                             self.mask_token + pos[ids_mask]], dim=1)   # (B, M, E) masked patches
         for block in self.decoder_blocks:
             tokens = block(tokens)                                     # (B, 1+L, E)
-        tokens = tokens[:, -P:]                                        # (B, P, E)
-        return self.decoder_pred(self.decoder_norm(tokens))            # (B, P, p*p*C)
+        # (B, M, E) or (B, L, E): without the class token
+        tokens = tokens[:, 1 if visible_too else 1 + ids_keep.shape[1]:]
+        return self.decoder_pred(self.decoder_norm(tokens))    # (B, M, p*p*C) or (B, L, p*p*C)
 
     @torch.no_grad()
     def teach(self, images, ids_keep):
@@ -139,8 +141,11 @@ class IMAE(nn.Module):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         recon, distill = [], torch.zeros((), device=images.device)
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):           # (B, 1+K, E), (B, C, H, W)
-            pred = self.decode(z_i, ids_keep, ids_mask, ids_mask.shape[1])  # (B, M, p*p*C)
-            target = self.encoder.targets(x_i, ids_mask, self.norm_pix_loss)  # (B, M, p*p*C) item 5
+            pred = self.decode(z_i, ids_keep, ids_mask)                # (B, M, p*p*C)
+            # (B, M, p*p*C), float32
+            target = gather_patches(patchify(x_i, self.encoder.patch_size), ids_mask).float()
+            if self.norm_pix_loss:                                     # item 5
+                target, _, _ = normalize_patches(target)               # (B, M, p*p*C)
             recon.append((pred - target).square().mean())
             if self.distill_weight > 0:
                 w_i = self.teach(x_i, ids_keep)                        # (B, 1+K, E)
@@ -171,7 +176,7 @@ class IMAE(nn.Module):
         ids = torch.cat([ids_keep, ids_mask], dim=1)                   # (B, L) in noise order
         decoded = []
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):
-            pred = self.decode(z_i, ids_keep, ids_mask, ids.shape[1])  # (B, L, p*p*C)
+            pred = self.decode(z_i, ids_keep, ids_mask, visible_too=True)      # (B, L, p*p*C)
             statistics_from = mix if leak_free else x_i    # (B, C, H, W) for mean and variance
             decoded.append(self.encoder.paste_patches(statistics_from, pred, ids, ids_keep,
                                                       self.norm_pix_loss, leak_free))

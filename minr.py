@@ -89,7 +89,7 @@ class MINR(nn.Module):
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    lr_scale, pairs = 1.0, False                           # see mae.py
+    lr_scale, pairs = 1.0, None                            # see mae.py
 
     def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
                  mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,

@@ -67,10 +67,9 @@ def pretrain(args):
     model, config = build_model(args, config, source, resumed=bool(saved))
     del source                                             # its weights are in the model now
     apply_recipe(args, cls.recipe, cls.low_res_recipe, config, len(train.labels), model.lr_scale)
-    # True: each image has a partner (i-MAE). "views": its partner is another crop of it (FORKS.md)
-    args.pairs = getattr(cls, "pairs", False)
+    args.pairs = getattr(cls, "pairs", None)               # "images" (i-MAE), "views" (forks), None
     args.same_draws = True                                 # MINR's random pixels: see train_step
-    if args.pairs is True:
+    if args.pairs == "images":
         check_same_class(train.labels, train.classes, args.same_class)
     if not train.in_memory:                                # random crops, not centre crops
         train.transform = crop_transform(img_size, args)
@@ -82,7 +81,7 @@ def pretrain(args):
         images, *partners = [normalize(x, model) for x in crops]
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(args.mask, args.batch_size, model.encoder.grid, args.device)
-        alpha = [model.draw_alpha(args.device)] if args.pairs is True else []
+        alpha = [model.draw_alpha(args.device)] if args.pairs == "images" else []
         return images, local_part(noise, args), *partners, *alpha
 
     evaluate = partial(evaluate_psnr, model, val, args, args.mask)
@@ -1132,7 +1131,7 @@ def main(argv=None):
     add_flags(parser, "run", RUN)
     add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.low_res_recipe)
     add_method_arguments(parser, cls)
-    pairs = PAIRS if getattr(cls, "pairs", False) is True else {}
+    pairs = PAIRS if getattr(cls, "pairs", None) == "images" else {}
     add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
     return run_cli(parser, pretrain, argv)
 

@@ -11,10 +11,11 @@ import imae
 import train
 from imae import IMAE, check_same_class, draw_partners
 from mae import MAE
+from tests.lib.released import to_released
 from tests.unit.conftest import DECODER as DECODER_WORDS
 from tests.unit.conftest import TINY, same, stopping_after_two, together
 from tests.unit.test_methods import DECODER, SMALL, build, images_and_noise
-from vit import normalize_patches, patchify, to_released
+from vit import normalize_patches, patchify
 
 
 def pair_and_noise(B=3):

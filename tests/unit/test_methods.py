@@ -84,8 +84,8 @@ def inputs_of(model):
 
 def extra_inputs(model, images, alpha=0.3):
     """Return what forward gets besides images and noise: fixed partners and weight, or views."""
-    pairs = getattr(model, "pairs", False)
-    return {False: (), True: (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
+    pairs = getattr(model, "pairs", None)
+    return {None: (), "images": (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
 
 
 def loss_of(model, images, noise):

@@ -7,11 +7,13 @@ from torch import nn
 from imae import IMAE
 from mae import MAE
 from minr import MINR
+from tests.lib.masks import copy_visible, fixed_noise
+from tests.lib.released import to_released
 from tests.unit.conftest import ROOT, same
 from tests.unit.golden import load
 from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,
                  normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of,
-                 to_released, transfer, unpatchify, visible_count)
+                 transfer, unpatchify, visible_count)
 
 
 @pytest.mark.parametrize("patch_size, grid", [(4, (2, 3)), ((2, 4), (4, 3))])
@@ -76,7 +78,7 @@ def test_patterns_of_noise():
         assert (mask.sum((1, 2)) == 196 - 78).all()
         alike[kind] = (mask[:, 1:] == mask[:, :-1]).float().mean()     # of neighbours
     assert alike["block"] > 0.85 > 0.55 > alike["random"]
-    noise, again = (vit().fixed_noise(torch.zeros(3, 5, 8, 12)) for _ in range(2))
+    noise, again = (fixed_noise(vit(), torch.zeros(3, 5, 8, 12)) for _ in range(2))
     assert torch.equal(noise, again) and len(noise.unique(dim=0)) == 3     # one for each image
 
 
