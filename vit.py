@@ -219,7 +219,7 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim).normal_(std=0.02))
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
         self.patch_embed = nn.Linear(p * q * in_chans, dim)            # its bias: PyTorch's default
-        drops = [drop_path * i / max(1, depth - 1) for i in range(depth)]
+        drops = torch.linspace(0, drop_path, depth, device="cpu").tolist()     # not on "meta"
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
         self.extra_tokens = None
