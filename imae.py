@@ -117,7 +117,7 @@ class IMAE(nn.Module):
                             self.mask_token + pos[ids_mask]], dim=1)   # (B, M, E) masked patches
         for block in self.decoder_blocks:
             tokens = block(tokens)                                     # (B, 1+L, E)
-        # (B, M, E) or (B, L, E): without the class token
+        # (B, M, E) or (B, L, E): without the class token and, by default, the visible patches
         tokens = tokens[:, 1 if visible_too else 1 + ids_keep.shape[1]:]
         return self.decoder_pred(self.decoder_norm(tokens))    # (B, M, p*p*C) or (B, L, p*p*C)
 
@@ -142,8 +142,8 @@ class IMAE(nn.Module):
         mix, xs = self.mix_images(images, partners, alpha)             # (B, C, H, W) each
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         recon, distill = [], torch.zeros((), device=images.device)
-        # once per branch; Algorithm 1 writes both out: its recon compares p_i (pred) with t_i
-        # (target), and its distill z_i with w_i
+        # Algorithm 1 writes both branches out: `recon` compares p_i (pred) with t_i (target), and
+        # `distill` compares z_i with w_i
         for z_i, x_i in zip(self.encode(mix, ids_keep), xs):           # (B, 1+K, E), (B, C, H, W)
             pred = self.decode(z_i, ids_keep, ids_mask)                # (B, M, p*p*C)
             # (B, M, p*p*C), float32

@@ -99,6 +99,15 @@ def test_area_of_block_masks():
     assert torch.stack([y, x]).corrcoef()[0, 1].abs() < 0.3
 
 
+def test_a_block_is_where_it_was_drawn(monkeypatch):
+    """If all draws are 0.5, the rectangles are a quarter of the image, exactly in its middle."""
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, 0.5))
+    noise = mask_noise("block", 1, (8, 12)).view(8, 12)
+    inside = torch.zeros(8, 12, dtype=torch.bool)
+    inside[2:6, 3:9] = True
+    assert torch.equal(noise > 1, inside)
+
+
 def vit(**options):
     return ViT(**{**dict(img_size=(8, 12), patch_size=(2, 4), in_chans=5, dim=16, depth=2, heads=2),
                   **options})
