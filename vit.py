@@ -116,7 +116,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w) plus 0 or 1
     elif kind == "block":
-        n = 16                                             # rectangles; fewer might mask too little
+        n = 16                                 # rectangles: rarely too few to reach mask_ratio
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area = 0.1 + 0.3 * area                            # a fraction of the image's area

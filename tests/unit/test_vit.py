@@ -37,7 +37,7 @@ def test_normalize_and_back():
 
 def test_resized_positions():
     """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours, clamped at the border."""
-    table = sincos_pos_embed(16, (4, 4))
+    table = 1 + sincos_pos_embed(16, (4, 4))               # so that the class token's is not 0
     assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
     resized = resize_pos_embed(table, (4, 4), (6, 3))
     assert resized.shape == (1, 19, 16) and torch.equal(resized[:, 0], table[:, 0])
@@ -253,6 +253,7 @@ def test_sizes_of():
         assert sizes_of(shapes(**size), "x") == {**common, **size}
     with pytest.raises(ValueError, match="cannot tell the number of heads from x: pass --heads"):
         sizes_of(shapes(64, 3), "x")
+    assert sizes_of(shapes(**SIZES["tiny"]), "x", 6)["heads"] == 6     # --heads wins
     state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
     assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
     for count in (25, 1 + 16 * 8):                         # no class token; not a square grid
