@@ -156,8 +156,8 @@ class CrossMAE(nn.Module):
 
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images. Returns a list: the tokens (B,1+K,D)
-        that each decoder block attends to. With inter-block attention (Sec. 3.4, A.3), they are its
-        own mix of the feature maps, with its own norm (item 5), otherwise the encoder's output."""
+        that each decoder block attends to, i.e. its own mix of the feature maps, after its own norm
+        (Sec. 3.4, A.3, item 5), or the encoder's output if there is no inter-block attention."""
         tokens = self.encoder.embed(images, ids_keep)                  # (B, K, D)
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
@@ -171,7 +171,7 @@ class CrossMAE(nn.Module):
         return [norm(t_k) for norm, t_k in zip(self.dec_norms, mixes)]  # Figure 4c
 
     def decode(self, features, ids):
-        """Predict the patches ids (B,P) from the list that encode returns. Returns (B,P,p*p*C)."""
+        """Predict the patches ids (B,P) from encode's list. Returns (B,P,p*p*C)."""
         # the mask tokens are queries, with the positions of their patches (Figure 4a; item 4)
         x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]       # (B, P, E)
         for block, y in zip(self.decoder_blocks, features):

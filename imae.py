@@ -13,8 +13,7 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
     mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
     (dominant). x_i has two latents: ours is z_i = F_i(encoder(mix)), and the teacher's is w_i. The
     paper's E_i is our encoder (i: i-MAE), D_i the decoder, E_m the teacher's encoder, of width D_m
-    noise (B,L): the K patches with the lowest noise stay visible
-    mix (B,C,H,W) -> visible tokens (B,K,D) -> encoder (B,1+K,D)
+    mix (B,C,H,W) -> visible tokens (B,K,D), those with the lowest noise (B,L) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> masked patches of x_i (B,M,p*p*C)
 """
 
@@ -108,18 +107,16 @@ class IMAE(nn.Module):
         return [F_i(mixed) for F_i in self.decoder_embed]              # z_1 and z_2, item 2
 
     def decode(self, z, ids_keep, ids_mask, visible_too=False):
-        """Predict the masked patches ids_mask (B,M) from a latent z (B,1+K,E). Returns (B,M,p*p*C).
-        With visible_too, predictions of the visible patches ids_keep come first: (B,L,p*p*C).
-        (Same as in mae.py, but z already has width E.)"""
+        """Predict the masked patches ids_mask (B,M) from a latent z (B,1+K,E), much as in mae.py.
+        Returns (B,M,p*p*C). With visible_too, the visible patches come first: (B,L,p*p*C)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         tokens = torch.cat([z[:, :1] + self.decoder_pos_embed[:, :1],  # (B, 1, E) class token
                             z[:, 1:] + pos[ids_keep],                  # (B, K, E) visible patches
                             self.mask_token + pos[ids_mask]], dim=1)   # (B, M, E) masked patches
         for block in self.decoder_blocks:
             tokens = block(tokens)                                     # (B, 1+L, E)
-        # (B, M, E) or (B, L, E): without the class token and, by default, the visible patches
-        tokens = tokens[:, 1 if visible_too else 1 + ids_keep.shape[1]:]
-        return self.decoder_pred(self.decoder_norm(tokens))    # (B, M, p*p*C) or (B, L, p*p*C)
+        tokens = tokens[:, 1 if visible_too else 1 + ids_keep.shape[1]:]       # (B, M or L, E)
+        return self.decoder_pred(self.decoder_norm(tokens))            # (B, M or L, p*p*C)
 
     @torch.no_grad()
     def teach(self, images, ids_keep):

@@ -43,7 +43,7 @@ class MAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
-    lr_scale, pairs = 1.0, None    # a factor of the learning rate; "images" if they come in pairs
+    lr_scale, pairs = 1.0, None    # lr_scale multiplies the learning rate; for pairs see imae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,
@@ -84,8 +84,8 @@ class MAE(nn.Module):
         for block in self.decoder_blocks:
             x = block(x)                                               # (B, 1+L, E)
         # class token, visible, masked patches: this order replaces a mask in the loss (item 2)
-        x = x[:, 1 if visible_too else 1 + ids_keep.shape[1]:]         # (B, M, E) or (B, L, E)
-        return self.decoder_pred(self.decoder_norm(x))         # (B, M, p*p*C) or (B, L, p*p*C)
+        x = x[:, 1 if visible_too else 1 + ids_keep.shape[1]:]         # (B, M or L, E)
+        return self.decoder_pred(self.decoder_norm(x))                 # (B, M or L, p*p*C)
 
     def forward(self, images, noise=None):
         """Return loss and metrics for normalised images (B,C,H,W). By default, noise (B,L) is

@@ -53,7 +53,7 @@ class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size; `encoder` returns features. Images are in [0, 1]. Defaults follow the
     summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where the
-    summary gives no value, they follow the release.
+    summary gives no value, they follow the release (except for coord_jitter).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -72,14 +72,14 @@ class MINR(nn.Module):
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate at random within its pixel (item 10).
-            Without this, larger renderings show a grid. (In the release, it is on for GINR on
-            Imagenette and Indoor67, otherwise off)
+        coord_jitter: in training, move each coordinate at random within its pixel (item 10). The
+            release does so only for GINR on Imagenette and Indoor67. Without it, larger renderings
+            show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as our summary has none; others: docs/FLAGS.md.
+    recipe = dict(  # the release's for Imagenette; our summary has none. Other: tests/docs/FLAGS.md
         # `crop` replaces the release's random crop of 182 x 182 pixels, which is not resized. After
         # 80% of the epochs, the release divides TransINR's learning rate by 10 (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
@@ -184,9 +184,9 @@ class MINR(nn.Module):
         return layers
 
     def decode(self, coords, layers):
-        """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C), in float32 even
-        under autocast. coords are (B,N,2), or (N,2) if all images share them. With (N,2), the
-        layers before the first modulated one run once for all images."""
+        """Evaluate the MLP (paper: f_theta) with the layers from modulate. Returns colours (B,N,C),
+        in float32 even under autocast. coords are (B,N,2), or (N,2) if all images share them. With
+        (N,2), the layers before the first modulated one run once for all images."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0) for shared coords
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -258,12 +258,12 @@ class MINR(nn.Module):
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
 # We follow generalized-MINR for GINR and trans-MINR for TransINR. The former also has TransINR, but
-# does not start: a module that it imports is missing, and so are data sets in these settings.
+# does not start: it lacks a module that it imports, and its TransINR settings lack train_dataset.
 #   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
 #      pixels. Our tokens are these 196 patches; the release's are 400 patches of 9 x 9 pixels. With
 #      GINR's 256 weight tokens, our encoder reads 453 tokens, the release's 656.
 #   2. As in the release, masked patches become zero. The release masks each patch with probability
-#      0.75 (generalized-MINR's script: only in evaluation); we mask as many patches in every image.
+#      0.75 (generalized-MINR's script: only in evaluation); we mask equally many in every image.
 #   3. In our summary, TransINR predicts all weights; GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
