@@ -201,5 +201,6 @@ class HyperMAE(nn.Module):
 #   8. Sec. 2.2 lets any layer be M, with size h x h. We exclude the last layer, as it must output
 #      pixels. The first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
 #   9. The release's script fine-tunes ViT-B for 100 epochs with blr 5e-4; Table 13 has 50 and 1e-3.
+#      Table 1 has iNaturalist2021, but the release's README links only its smaller version, "mini".
 #  10. In Sec. 1 and 2, n is only 10% of the masked tokens (16 of 147), so Feat2W costs little. Our
 #      low_res_config keeps n = 16, a third of the 48 masked patches.
