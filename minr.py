@@ -1,12 +1,12 @@
 """MINR: a transformer reads a masked image and predicts the weights of an MLP that renders it.
 
 An implicit neural representation (INR) of an image is an MLP that maps a pixel's coordinates to its
-colour. It can render any resolution. Fitting an INR to each image would be slow, so a hypernetwork,
-a ViT, predicts its weights in a single pass. The ViT reads learned weight tokens and the image,
-with 75% of its patches set to zero. The outputs at the weight tokens are combined with weights that
-all images share. The results are the weights of the modulated (instance-specific) layers. Of our
-two hypernetworks, GINR modulates only the second layer, TransINR all five. All images share the
-other layers. The loss is the mean squared error over all pixels, masked and visible.
+colour, so it can render any resolution. Fitting an MLP to each image would be slow. Instead, a ViT,
+the hypernetwork, predicts it in one pass. The ViT reads the image, with 75% of its patches set to
+zero, and learned weight tokens. Its outputs at these tokens, multiplied by learned matrices that
+all images share, become the modulated (instance-specific) layers. All images share the other
+layers. Of our two hypernetworks, GINR (generalizable INR) modulates only the second layer, TransINR
+(transformer for INRs) all. The loss is the mean squared error over all pixels, masked and visible.
 
 Lee, Lee, Kang: MINR: Implicit Neural Representations with Masked Image Modelling (OOD-CV workshop
 at ICCV 2023, arXiv 2507.22404; we had only a summary). Release: https://github.com/heosuab/MINR.
@@ -15,6 +15,7 @@ TransINR: Chen, Wang, ECCV 2022. GINR: Kim et al., CVPR 2023, https://github.com
     B images, L patches, K visible, D encoder width, G weight tokens, N rendered pixels. Layer i of
     the MLP has a_i inputs and b_i outputs. In a modulated layer, g_i of the G tokens become the
     columns of U (a_i,g_i), a factor of its weights (see `modulate`)
+    noise (B,L): the K patches with the lowest noise stay visible
     images (B,C,H,W) -> tokens (B,1+L+G,D), or (B,1+K+G,D) if encode_visible_only
     -> weights (a_i,b_i) or, if modulated, (B,a_i,b_i), and biases (b_i,)
     coordinates (N,2) -> MLP -> colours (B,N,C)
@@ -52,7 +53,7 @@ class MINR(nn.Module):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size; `encoder` returns features. Images are in [0, 1]. Defaults follow the
     summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where the
-    summary gives no value, they follow the release.
+    summary gives no value, they follow the release (except for coord_jitter).
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
@@ -71,19 +72,20 @@ class MINR(nn.Module):
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate at random within its pixel (item 10).
-            Without this, larger renderings show a grid
+        coord_jitter: in training, move each coordinate at random within its pixel (item 10). The
+            release does so only for GINR on Imagenette and Indoor67. Without it, larger renderings
+            show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette, as our summary gives no recipe. `crop` replaces
-        # the release's random crop of 182 pixels; on Imagenette, it does not resize. For other
-        # data see tests/docs/FLAGS.md. The release divides TransINR's learning rate by 10 after
-        # 80% of the epochs (not implemented)
+    recipe = dict(  # the release's for Imagenette; our summary has none. Other: tests/docs/FLAGS.md
+        # `crop` replaces the release's random crop of 182 x 182 pixels, which is not resized. After
+        # 80% of the epochs, the release divides TransINR's learning rate by 10 (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)
-    # our own settings for images of up to 64 pixels, or encoders no wider than micro
+    # our own settings for images of up to 64 pixels, or encoders no wider than micro (vit.SIZES).
+    # CIFAR-10, micro, 3 seeds: masked pixels 17.63 dB, 20-NN 44.8%
     low_res_recipe = dict(
         lr=4e-3, schedule="cosine", batch_size=64, epochs=10, warmup_epochs=1, crop=0.2)
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
@@ -160,7 +162,12 @@ class MINR(nn.Module):
             other layers   W = V                 (a,b)
 
         to_columns turns token k of a layer into column k of its U. Then every column of W, in
-        all layers, is scaled to length 1 (item 5). All images share the biases (b,)."""
+        all layers, is scaled to length 1 (item 5). All images share the biases (b,).
+
+        The paper calls the modulated layers of image n theta(n), and the other layers phi. In the
+        release, the tokens are weight_groups (trans-MINR: wtokens), to_columns is
+        group_modulation_postfc (wtoken_postfc), and V is shared_factor in GINR, otherwise
+        params_dict (base_params)."""
         counts = self.tokens_per_layer                                 # {i: g_i}
         tokens_of = dict(zip(counts, tokens.split([*counts.values()], dim=1)))
         layers = []
@@ -177,9 +184,9 @@ class MINR(nn.Module):
         return layers
 
     def decode(self, coords, layers):
-        """Evaluate the MLP with the layers from modulate. Returns colours (B,N,C), in float32 even
-        under autocast. coords are (B,N,2), or (N,2) if all images share them. With (N,2), the
-        layers before the first modulated one run once for all images."""
+        """Evaluate the MLP (paper: f_theta) with the layers from modulate. Returns colours (B,N,C),
+        in float32 even under autocast. coords are (B,N,2), or (N,2) if all images share them. With
+        (N,2), the layers before the first modulated one run once for all images."""
         x = fourier_features(coords, self.ff_dim, self.ff_sigma)       # (N, a_0) for shared coords
         x = x.to(layers[0][0].dtype)                       # (N, a_0) in the weights' precision
         for W, bias in layers[:-1]:
@@ -192,7 +199,7 @@ class MINR(nn.Module):
         """Choose pixels of images (B,C,H,W) for the loss. In training, they are a random subset:
         pixel_fraction of all pixels, the same in all images. Returns their coordinates (N,2), their
         colours (B,N,C) and their mask (B,N), 1 = masked. In training, coord_jitter moves the
-        coordinates. PyTorch's default generator draws the random numbers."""
+        coordinates. Random numbers are from PyTorch's default generator, which train_step seeds."""
         H, W = self.encoder.img_size
         coords = grid_coords((H, W), images.device)                    # (H*W, 2)
         colours = images.flatten(2).transpose(1, 2).float()            # (B, H*W, C)
@@ -220,8 +227,8 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels. We divide by their fraction of the image: that of the
-            # drawn pixels varies, so with it the loss would depend on --accum
+            # the mean over masked pixels. We divide by their fraction of the image: that among the
+            # drawn pixels would differ from piece to piece, and with it the loss
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
@@ -234,7 +241,7 @@ class MINR(nn.Module):
 
     @torch.no_grad()
     def render(self, images, size, noise=None, mask_ratio=None):
-        """Mask images (B,C,H,W) and render them at any size, an int or (H',W'): (B,C,H',W')."""
+        """Mask images (B,C,H,W) and render them at a size, int or (H',W'). Returns (B,C,H',W')."""
         return self.render_masked(images, pair(size), noise, mask_ratio)[0]
 
     def render_masked(self, images, size, noise, mask_ratio):
@@ -250,24 +257,28 @@ class MINR(nn.Module):
 
 
 # Paper and release: where they differ or are silent, and what we do. The release has two programs.
-# We follow generalized-MINR for GINR, and trans-MINR for TransINR (which the former also has).
+# We follow generalized-MINR for GINR and trans-MINR for TransINR. The former also has TransINR, but
+# does not start: it lacks a module that it imports, and its TransINR settings lack train_dataset.
 #   1. We read the paper's "14 x 14 patches" as a grid, because the release masks patches of 13 x 13
-#      pixels. Our tokens are the same patches; the release's tokens are patches of 9 x 9 pixels.
+#      pixels. Our tokens are these 196 patches; the release's are 400 patches of 9 x 9 pixels. With
+#      GINR's 256 weight tokens, our encoder reads 453 tokens, the release's 656.
 #   2. As in the release, masked patches become zero. The release masks each patch with probability
-#      0.75 (generalized-MINR: 0 by default); we mask the same number of patches in every image.
+#      0.75 (generalized-MINR's script: only in evaluation); we mask equally many in every image.
 #   3. In our summary, TransINR predicts all weights; GINR has no formula. In the release, both
 #      predict only a factor U of the weights (see modulate), and biases are shared. We do the same.
 #   4. The release also keeps unused shared weights for modulated GINR layers; we do not.
-#   5. As in the release, the weights of all layers have columns of length 1 (we know of no reason),
-#      and out_bias is added to the colours.
-#   6. The release's ViT has learned positions and dropout (trans-MINR: 0). Ours, vit.ViT, has fixed
-#      positions and a class token. Neither has a final norm.
+#   5. As in the release, all layers have columns of length 1 (the release does not say why), and
+#      out_bias is added to the colours.
+#   6. The release's ViT has learned positions, dropout (trans-MINR: 0), LayerNorms with eps 1e-5,
+#      PyTorch's default weights and, in trans-MINR, no bias in q, k and v. Ours, vit.ViT, has fixed
+#      positions, a class token, eps 1e-6, Xavier weights and biases. Neither ends in a norm.
 #   7. Our summary does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
 #      release's. On CelebA, its GINR has ff_sigma 64. With 256 groups, GINR's layer can have full
 #      rank. At the 182 pixel centres of a row, frequencies above 91 look like lower ones.
-#   8. The paper claims fewer parameters than MAE. This depends on the sizes, and we do not test
-#      it. U has 65,536 numbers in GINR (one layer) and 66,304 in TransINR (five layers).
+#   8. The paper claims fewer parameters than MAE. This depends on sizes, and we do not test it.
 #   9. As in generalized-MINR, weights (a,b) are drawn as in nn.Linear, but transposed: the bound is
 #      1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
 #      Columns are normalised, so the scale matters only relative to the learning rate.
-#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image (CelebA: none).
+#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image.
+#  11. Both programs evaluate the whole centre square; train.py takes 7/8 of its side in images of
+#      224 pixels or more. In its training domain, generalized-MINR evaluates the training images.

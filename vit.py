@@ -1,5 +1,5 @@
-"""A plain Vision Transformer, and what three or more methods share: patches, positions, masking and
-released checkpoints. Only the code for parameter names, at the end, depends on the methods.
+"""A plain Vision Transformer, and what the methods build on: patches, positions, masking and names
+in released checkpoints. Only the code for these names, at the end, depends on the methods.
 
 We follow Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021; "ViT" below). Fixed
 positions, initialisation and masking are from He et al., Masked Autoencoders Are Scalable Vision
@@ -51,7 +51,7 @@ def unpatchify(patches, patch_size, grid):
 
 
 def gather_patches(x, ids):
-    """Select, in each image, the patches or tokens of x (B,L,D) with indices ids (B,K): (B,K,D)."""
+    """Return those patches or tokens of x (B,L,D) whose indices are ids (B,K), as (B,K,D)."""
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -116,7 +116,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w) plus 0 or 1
     elif kind == "block":
-        n = 16                                             # rectangles; few images would need more
+        n = 16                                 # rectangles: rarely too few to reach mask_ratio
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area = 0.1 + 0.3 * area                            # a fraction of the image's area
@@ -219,13 +219,13 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim).normal_(std=0.02))
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
         self.patch_embed = nn.Linear(p * q * in_chans, dim)            # its bias: PyTorch's default
-        drops = torch.linspace(0, drop_path, depth).tolist()
+        drops = torch.linspace(0, drop_path, depth, device="cpu").tolist()     # not on "meta"
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
         self.extra_tokens = None
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
-        init_weights(self)
+        init_weights(self)                                 # methods with a decoder draw these again
         # drawn in a convolution's layout, so that the same seed gives the release's weights
         weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
         self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
@@ -247,8 +247,8 @@ class ViT(nn.Module):
         return masking(noise.float(), mask_ratio)                      # (B, K), (B, L-K), (B, L)
 
     def embed(self, images, ids_keep=None):
-        """Embed all patches of images (B,C,H,W), or only ids_keep (B,K), and add their positions:
-        (B,L,D) or (B,K,D). Raises ValueError if the images do not fit the model."""
+        """Embed all patches of images (B,C,H,W), or only ids_keep (B,K), and add their positions.
+        Returns (B,L,D) or (B,K,D). Raises ValueError if the images do not fit the model."""
         if images.shape[1:] != (self.in_chans, *self.img_size):
             raise ValueError(f"images are {tuple(images.shape[1:])}, but the model needs "
                              f"{(self.in_chans, *self.img_size)}")
@@ -260,7 +260,8 @@ class ViT(nn.Module):
         return self.patch_embed(patches) + pos                         # (B, K, D) ViT eq. 1
 
     def add_learned_tokens(self, tokens):
-        """Put the class token before tokens (B,K,D), and extra tokens after them: (B,1+K+G,D)."""
+        """Put the class token before tokens (B,K,D), and extra tokens after them. Returns
+        (B,1+K+G,D)."""
         B = tokens.shape[0]                                # not len(): see unpatchify
         cls = self.cls_token + self.pos_embed[:, :1]                   # (1, 1, D) ViT eq. 1
         parts = [cls.expand(B, -1, -1), tokens]
@@ -270,7 +271,7 @@ class ViT(nn.Module):
 
     def encode(self, tokens):
         """Add the class token and any extra tokens to patch tokens (B,K,D), then apply all blocks
-        and, unless `norm` is False, the final norm: (B,1+K,D) or (B,1+K+G,D)."""
+        and, unless `norm` is False, the final norm. Returns (B,1+K+G,D)."""
         x = self.add_learned_tokens(tokens)                            # (B, 1+K+G, D)
         for block in self.blocks:
             x = block(x)                                               # (B, 1+K+G, D)
@@ -287,13 +288,7 @@ class ViT(nn.Module):
     def forward(self, images, ids_keep=None):
         return self.encode(self.embed(images, ids_keep))
 
-    # ------------------------------------------------------------------ targets and reconstructions
-    def targets(self, images, ids, normalized=False):
-        """Return prediction targets (B,P,p*q*C), float32: the patches ids (B,P) of images
-        (B,C,H,W), each normalised by its own mean and variance if `normalized`."""
-        patches = gather_patches(patchify(images, self.patch_size), ids).float()  # (B, P, p*q*C)
-        return normalize_patches(patches)[0] if normalized else patches  # (B, P, p*q*C)
-
+    # ------------------------------------------------------------------------------ reconstructions
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Return images (B,C,H,W) with the patches `ids` (B,P) replaced by pred (B,P,p*q*C). If
         `normalized`, predictions are un-normalised first. By default, this uses each true patch's
@@ -315,15 +310,6 @@ class ViT(nn.Module):
         """Turn a mask of patches (B,L) into a mask of pixels (B,1,H,W)."""
         p, q = self.patch_size
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
-
-    def copy_visible(self, decoded, images, mask):
-        """Return `decoded` (B,C,H,W), with patches of `images` where mask (B,L) is 0 (visible)."""
-        return torch.where(self.pixels_of(mask).bool(), decoded, images)
-
-    def fixed_noise(self, images):
-        """Return noise (B,L) from a fixed seed, for the tour, diagrams and analyses in tests/."""
-        g = torch.Generator().manual_seed(0)
-        return mask_noise("random", len(images), self.grid, generator=g).to(images.device)
 
 
 # ---------------------------------------------------------------------- sizes, errors and colours
@@ -397,15 +383,6 @@ def from_released(state):
              for name, value in state.get("model", state).items()}
     return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
             for name, value in linear_patch_embed(state).items()}
-
-
-def to_released(model):
-    """Invert from_released: return a model's state dict with the released names."""
-    state = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
-    weight = state.pop("patch_embed.weight").unflatten(1, (*model.encoder.patch_size, -1))
-    state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)      # (D, C, p, q)
-    state["patch_embed.proj.bias"] = state.pop("patch_embed.bias")
-    return state
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):

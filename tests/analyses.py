@@ -23,9 +23,11 @@ from crossmae import CrossMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
+from tests.lib.masks import fixed_noise
 from train import (as_table, load_model, open_data, read_checkpoint, save_picture, start_processes,
                    val_batches)
-from vit import InputError, denormalize, normalize, normalize_patches, visible_count
+from vit import (InputError, denormalize, gather_patches, normalize, normalize_patches, patchify,
+                 visible_count)
 
 ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # i-MAE Figure 4's range
 
@@ -41,7 +43,7 @@ def decoder_attention(mae, images):
     A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
     visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
     counts blocks from 1, this function from 0."""
-    noise = mae.encoder.fixed_noise(images)
+    noise = fixed_noise(mae.encoder, images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
     attended = 0                                           # mean over images, summed part by part
     for part, part_noise in zip(images.split(100), noise.split(100)):
@@ -97,9 +99,10 @@ def contributions(model, images, noise):
 def draw_contributions(model, images):
     """Draw the contributions to a CrossMAE's predictions (Appendix D), for images (B,C,H,W):
     {name: (caption, columns {title: images (B,C,H,W)})}."""
-    parts, ids_keep, ids_mask = contributions(model, images, model.encoder.fixed_noise(images))
+    parts, ids_keep, ids_mask = contributions(model, images, fixed_noise(model.encoder, images))
     if model.norm_pix_loss:
-        _, mean, std = normalize_patches(model.encoder.targets(images, ids_mask))
+        patches = patchify(images, model.encoder.patch_size)           # (B, L, p*p*C)
+        _, mean, std = normalize_patches(gather_patches(patches, ids_mask))    # (B, M, 1) each
         parts = parts * std                                # the true patches' std
         parts[0] += mean                                   # the true patches' mean, added only once
     paste, grey = model.encoder.paste_patches, torch.zeros_like(images)      # 0: the mean colour
@@ -128,7 +131,7 @@ def draw_rendered(model, images):
     """Let a MINR render masked images (B,C,H,W) at four times their size: {name: (caption, columns
     {title: images (B,C,4H,4W)})}."""
     H, W = model.encoder.img_size
-    noise = model.encoder.fixed_noise(images)
+    noise = fixed_noise(model.encoder, images)
     native = model.render(images, (H, W), noise)                       # (B, C, H, W)
     large = model.render(images, (4 * H, 4 * W), noise)                # (B, C, 4H, 4W)
     upscaled = F.interpolate(native, scale_factor=4, mode="bicubic")   # (B, C, 4H, 4W)
@@ -141,7 +144,7 @@ def draw_rendered(model, images):
 # -------------------------------------------------------------------------------------------- i-MAE
 def same_noise(model, images):
     """Return noise (B,L) that gives all images the same mask, on every call."""
-    return model.encoder.fixed_noise(images[:1]).expand(len(images), -1)
+    return fixed_noise(model.encoder, images[:1]).expand(len(images), -1)
 
 
 def draw_unmixed(model, images):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from mae import MAE
+from tests.lib.masks import fixed_noise
 from train import load_model, read_image
 from vit import denormalize, normalize, patchify
 
@@ -289,10 +290,12 @@ SENTENCES = ("Cut the image into {L} patches.|Mask {M} of them at random.",
 
 
 def forward_lines():
-    """Return the statements of MAE.forward, without its docstring and its return."""
+    """Return the statements of MAE.forward that the picture's model runs: without docstring, return
+    and normalisation, as this model predicts plain pixels."""
     source = textwrap.dedent(inspect.getsource(MAE.forward))
     statements = ast.parse(source).body[0].body[1:-1]
-    return [" ".join(ast.get_source_segment(source, x).split()) for x in statements]
+    return [" ".join(ast.get_source_segment(source, x).split()) for x in statements
+            if not isinstance(x, ast.If)]
 
 
 def run_forward():
@@ -300,7 +303,7 @@ def run_forward():
     folder = Path(__file__).parent / "models"
     model = load_model(folder / "mae.pt")
     images = normalize(read_image(folder / "images/val/automobile/0917.jpg")[None], model)
-    names = dict(self=model, images=images, noise=model.encoder.fixed_noise(images))
+    names = dict(self=model, images=images, noise=fixed_noise(model.encoder, images))
     with torch.no_grad():
         for line in forward_lines():
             exec(line, MAE.forward.__globals__, names)

@@ -31,6 +31,7 @@ import torchvision
 
 import train
 from tests import diagrams
+from tests.lib.masks import copy_visible, fixed_noise
 from tests.lib.trace import flatten, statements, tensors, trace
 from train import METHODS, center_crop, load_model, read_image
 from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
@@ -455,7 +456,7 @@ def strip_of(model, inputs, calls):
     _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
     shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
     for name, x in decoded.items():
-        shown[f"{name}predicted; visible patches copied"] = encoder.copy_visible(x, seen, mask)
+        shown[f"{name}predicted; visible patches copied"] = copy_visible(encoder, x, seen, mask)
     if skipped(model):
         ids = ids_mask[:, skipped(model):]
         mask = torch.zeros_like(mask).scatter(1, ids, 1)
@@ -496,8 +497,8 @@ def tour_method(args):
         more = ("Here, prediction_ratio is 0.25. This model was trained with 0.75, i.e. on all "
                 "masked patches, but its weights fit any ratio. ")
     (H, W), C = model.encoder.img_size, model.encoder.in_chans
-    pairs = getattr(cls, "pairs", False)                   # True: pairs; "views": two crops of each
-    most = 2 if pairs is True else 1
+    pairs = getattr(cls, "pairs", None)                    # "views": two crops of each image
+    most = 2 if pairs == "images" else 1
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     files, images = [*args.image, *IMAGES[len(args.image):most]], []
     for file in files:
@@ -507,7 +508,7 @@ def tour_method(args):
             grey = crop.mean(0, keepdim=True)              # for one channel, or a fourth
             images.append(torch.cat([crop] * (C > 2) + [grey] * C)[:C])
     image, *partner = normalize(torch.stack(images), model).split(1)
-    inputs = [image, model.encoder.fixed_noise(image), *partner, *[0.3] * (pairs is True)]
+    inputs = [image, fixed_noise(model.encoder, image), *partner, *[0.3] * (pairs == "images")]
     bases = [inspect.getfile(x) for x in cls.__mro__ if issubclass(x, torch.nn.Module)]
     with torch.no_grad():
         calls = trace(lambda: model.eval()(*inputs), [*bases[:-1], *ROOT.glob("*.py")])

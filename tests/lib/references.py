@@ -242,7 +242,7 @@ LOSS_SLIPS = dict(
 def mean_error(model, images, z, ids_keep, ids_mask, slip):
     """Return the mean squared error over the masked patches of images, predicted from z."""
     ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
-    pred = model.decode(z, ids_keep, ids_mask, ids.shape[1])                 # (B, L, p*p*C)
+    pred = model.decode(z, ids_keep, ids_mask, visible_too=True)             # (B, L, p*p*C)
     patches = patchify(images, model.encoder.patch_size)
     if model.norm_pix_loss != (slip == "pixels"):
         patches = normalize_patches(patches)[0]

@@ -78,8 +78,9 @@ def replay_mae(fixture):
     images, noise = fixture["images"], fixture["noise"]
     loss, _ = model(images, noise)
     with torch.no_grad():
-        ids_keep, ids_mask, mask = model.encoder.mask(images, noise, model.mask_ratio)
-        pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask, mask.shape[1])
+        ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
+        latent = model.encode(images, ids_keep)
+        pred = model.decode(latent, ids_keep, ids_mask, visible_too=True)
         pred = in_raster_order(pred, ids_keep, ids_mask)
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss)}
 
@@ -180,10 +181,10 @@ def replay_imae(fixture):
         "teacher_latent_x1" if torch.equal(images, x1) else "teacher_latent_x2"]
     loss, _ = model(x1, noise, x2, alpha)
     with torch.no_grad():
-        ids_keep, ids_mask, mask = model.encoder.mask(x1, noise, model.mask_ratio)
+        ids_keep, ids_mask, _ = model.encoder.mask(x1, noise, model.mask_ratio)
         pred = []
         for z in model.encode(alpha * x1 + (1 - alpha) * x2, ids_keep):
-            decoded = model.decode(z, ids_keep, ids_mask, mask.shape[1])
+            decoded = model.decode(z, ids_keep, ids_mask, visible_too=True)
             pred.append(in_raster_order(decoded, ids_keep, ids_mask))
     return {"loss": loss.detach(), "pred": pred, "grads": gradients(model, loss, released)}
 

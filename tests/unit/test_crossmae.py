@@ -7,15 +7,15 @@ import torch
 
 from crossmae import CrossBlock
 from tests.unit.test_methods import build, images_and_noise
-from vit import mask_noise
+from vit import gather_patches, mask_noise
 
 
 def ids_of(model, images, noise):
     """Return ids_keep, ids_mask and the patches that the loss compares."""
     ids_keep, ids_mask, _ = model.encoder.mask(images, noise, model.mask_ratio)
-    with patch.object(model.encoder, "targets", wraps=model.encoder.targets) as targets:
+    with patch("crossmae.gather_patches", wraps=gather_patches) as target:
         model(images, noise)
-    return ids_keep, ids_mask, targets.call_args[0][1]
+    return ids_keep, ids_mask, target.call_args[0][1]
 
 
 @pytest.mark.parametrize("side, mask_ratio, prediction_ratio, visible, predicted", [

@@ -3,7 +3,11 @@ masked pixels do not leak. Some are for the five methods only: recipes, that eac
 something. (What is special to one method has a file of its own.)"""
 
 import copy
+import inspect
+import json
 import math
+import re
+import statistics
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
-from tests.unit.conftest import TINY, same, settings, together
+from tests.unit.conftest import ROOT, TINY, same, settings, together
 from train import METHODS, method_arguments
 from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
                  unpatchify)
@@ -84,8 +88,8 @@ def inputs_of(model):
 
 def extra_inputs(model, images, alpha=0.3):
     """Return what forward gets besides images and noise: fixed partners and weight, or views."""
-    pairs = getattr(model, "pairs", False)
-    return {False: (), True: (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
+    pairs = getattr(model, "pairs", None)
+    return {None: (), "images": (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
 
 
 def loss_of(model, images, noise):
@@ -143,6 +147,17 @@ def test_a_step_waits_for_nothing():
                      torch.amp.GradScaler("cpu", enabled=False), inputs, 0, args)
     with pytest.raises(RuntimeError, match="item"):
         model.encoder.cls_token.sum().item()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_model_on_meta_is_complete(name):
+    """On the device "meta", a model is built without weights. A state dict has all it lacks."""
+    with torch.device("meta"):
+        empty = build(name)
+    model, inputs = build(name), images_and_noise()
+    assert all(x.is_meta for x in empty.state_dict().values())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(loss_of(empty, *inputs), loss_of(model, *inputs))
 
 
 @pytest.mark.parametrize("name", PIXELS)
@@ -576,6 +591,18 @@ def test_all_blocks_are_checkpointed(spy):
     net = train.wrap(build("crossmae"), settings(grad_checkpointing=True, compile=False))
     net(*images_and_noise())
     assert blocks == ["Block"] * 2 + ["CrossBlock"] * 2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_low_res_recipe_reaches(name):
+    """The numbers in the comment above low_res_recipe are means in results.jsonl."""
+    lines = (ROOT / "tests/logs/results.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["encoder"] == {"minr": "ginr"}.get(
+        name, name) and row["table"] == "data/cifar10, ViT-micro, 10 epochs"]
+    psnr, top1 = (statistics.mean(row["numbers"][key] for row in rows if row["column"] == column)
+                  for column, key in (("PSNR", "random 0.750 psnr_masked"), ("20-NN", "top1")))
+    claim = f"3 seeds.*: masked pixels {psnr:.2f} dB, 20-NN {top1:.1f}%"
+    assert re.search(claim, inspect.getsource(METHODS[name])), claim
 
 
 MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release

@@ -7,11 +7,13 @@ from torch import nn
 from imae import IMAE
 from mae import MAE
 from minr import MINR
+from tests.lib.masks import copy_visible, fixed_noise
+from tests.lib.released import to_released
 from tests.unit.conftest import ROOT, same
 from tests.unit.golden import load
 from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,
                  normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of,
-                 to_released, transfer, unpatchify, visible_count)
+                 transfer, unpatchify, visible_count)
 
 
 @pytest.mark.parametrize("patch_size, grid", [(4, (2, 3)), ((2, 4), (4, 3))])
@@ -35,7 +37,7 @@ def test_normalize_and_back():
 
 def test_resized_positions():
     """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours, clamped at the border."""
-    table = sincos_pos_embed(16, (4, 4))
+    table = 1 + sincos_pos_embed(16, (4, 4))               # so that the class token's is not 0
     assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
     resized = resize_pos_embed(table, (4, 4), (6, 3))
     assert resized.shape == (1, 19, 16) and torch.equal(resized[:, 0], table[:, 0])
@@ -76,7 +78,7 @@ def test_patterns_of_noise():
         assert (mask.sum((1, 2)) == 196 - 78).all()
         alike[kind] = (mask[:, 1:] == mask[:, :-1]).float().mean()     # of neighbours
     assert alike["block"] > 0.85 > 0.55 > alike["random"]
-    noise, again = (vit().fixed_noise(torch.zeros(3, 5, 8, 12)) for _ in range(2))
+    noise, again = (fixed_noise(vit(), torch.zeros(3, 5, 8, 12)) for _ in range(2))
     assert torch.equal(noise, again) and len(noise.unique(dim=0)) == 3     # one for each image
 
 
@@ -95,6 +97,15 @@ def test_area_of_block_masks():
     y, x = ((side.float() * torch.arange(side.shape[1])).sum(1) / side.sum(1)
             for side in (rows[whole], cols[whole]))        # the centre, anywhere
     assert torch.stack([y, x]).corrcoef()[0, 1].abs() < 0.3
+
+
+def test_a_block_is_where_it_was_drawn(monkeypatch):
+    """If all draws are 0.5, the rectangles are a quarter of the image, exactly in its middle."""
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, 0.5))
+    noise = mask_noise("block", 1, (8, 12)).view(8, 12)
+    inside = torch.zeros(8, 12, dtype=torch.bool)
+    inside[2:6, 3:9] = True
+    assert torch.equal(noise > 1, inside)
 
 
 def vit(**options):
@@ -242,6 +253,7 @@ def test_sizes_of():
         assert sizes_of(shapes(**size), "x") == {**common, **size}
     with pytest.raises(ValueError, match="cannot tell the number of heads from x: pass --heads"):
         sizes_of(shapes(64, 3), "x")
+    assert sizes_of(shapes(**SIZES["tiny"]), "x", 6)["heads"] == 6     # --heads wins
     state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
     assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
     for count in (25, 1 + 16 * 8):                         # no class token; not a square grid
