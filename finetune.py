@@ -33,7 +33,6 @@ def nearest_neighbours(flags):
     """Run --mode knn: print and return the accuracies."""
     here = train.start_processes(flags)
     run, model, data, val = prepare(flags, here)
-    model.head = None                                      # only the encoder is used
     score = knn(model.eval(), data, run.k, here)
     row, _ = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
     print(f"{as_text(row, val, run)}, by {min(run.k, len(data.labels))} neighbours out of "
@@ -77,6 +76,8 @@ def prepare(flags, here, saved={}, folder=None):
     model = Classifier(**run.config).to(here.device)
     print(f"features: {model.num_features} numbers (--pool {run.pool}); the largest of "
           f"{len(data.classes)} classes has {largest_class(val, run):.2f} % of the images")
+    if flags.mode == "knn":
+        model.head = None                                  # only the encoder is used
     if flags.mode != "scratch" and not saved:
         train.initialize(model, source, flags.checkpoint)
     return run, model, data, val

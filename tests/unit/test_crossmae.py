@@ -7,6 +7,7 @@ import torch
 
 from crossmae import CrossBlock
 from tests.unit.test_methods import build, images_and_noise
+from crossmae import CrossMAE
 from vit import gather_patches, mask_noise
 
 
@@ -28,7 +29,7 @@ def test_counts(side, mask_ratio, prediction_ratio, visible, predicted):
                   prediction_ratio=prediction_ratio)
     ids_keep, ids_mask, ids = ids_of(model, torch.zeros(2, 3, side, side), torch.rand(2, side ** 2))
     assert (ids_keep.shape[1], ids.shape[1]) == (visible, predicted)
-    assert model.lr_scale == prediction_ratio / mask_ratio
+    assert CrossMAE.lr_scale(mask_ratio, prediction_ratio) == prediction_ratio / mask_ratio
     for chosen, masked in zip(ids.tolist(), ids_mask.tolist()):
         assert {*chosen} <= {*masked} and len({*chosen}) == predicted
 
