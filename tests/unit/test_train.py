@@ -25,6 +25,7 @@ from torchvision.transforms import v2
 import finetune
 import train
 from mae import MAE
+from tests.lib.masks import copy_visible
 from tests.unit.conftest import (DECODER, FIVE, HERE, ROOT, TINY, same, settings,
                                  stopping_after_two, together, write_pictures)
 from tests.unit.golden import load
@@ -716,7 +717,7 @@ def test_psnr_by_hand(pretrain, folder, spy, method):
     model, (row,) = train.load_model("runs/all"), log("all")
     with torch.no_grad():
         decoded, mask = model.reconstruct(images, noise)
-    copied = model.encoder.copy_visible(decoded, images, mask)
+    copied = copy_visible(model.encoder, decoded, images, mask)
     truth, decoded, copied = (denormalize(x, model) for x in (images, decoded, copied))
     grey = torch.where(model.encoder.pixels_of(mask) > 0, 0.5, truth)
     columns = dict(original=truth, masked=grey, decoded=decoded, completed=copied)
