@@ -99,7 +99,7 @@ def chain(spec, args, seed, runs):
 
 
 # ---------------------------------------------------------------------------------------- running
-RUNNING = set()                                            # processes
+RUNNING = []                                               # processes
 
 
 class Failed(Exception):
@@ -137,11 +137,11 @@ def run(command, title="", environment={}):
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
             errors="replace", env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment})
-        RUNNING.add(process)
+        RUNNING.append(process)
         for line in filter(str.strip, process.stdout):
             print(f"{title}: {line}", end="", flush=True)
             printed += line
-        RUNNING.discard(process)
+        RUNNING.remove(process)
         if process.wait():
             raise Failed(f"{title}: failed with exit code {process.returncode}\n  {part}\n  "
                          f"{(printed.strip().splitlines() or ['(it printed nothing)'])[-1]}")

@@ -28,7 +28,7 @@ def round_values(low, high, most):
     """Return at most `most` round values from low to high, to mark on an axis."""
     smallest = math.floor(math.log10(high - low)) - 1
     steps = (a * 10.0 ** e for e in range(smallest, smallest + 4) for a in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step < most)
+    step = next(step for step in steps if (high - low) / step <= most - 1)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -76,10 +76,10 @@ def draw_panel(panel, labels, box, ends, numbered):
     def y_of(y):
         return bottom + (y - y0) / (y1 - y0) * (top - bottom)
     parts = [text(left, top - 12, panel["title"], "title", "start")]
-    for x in round_values(x0, x1, 5) if panel["x"] else ():
+    for x in round_values(x0, x1, 6) if panel["x"] else ():
         parts += [f'<path class="grid" d="M{x_of(x):.1f} {top}V{bottom}"/>',
                   text(x_of(x), bottom + 25, f"{x:.9g}")]
-    for y in round_values(y0, y1, 7):
+    for y in round_values(y0, y1, 8):
         parts.append(f'<path class="grid" d="M{left:.1f} {y_of(y):.1f}H{right:.1f}"/>')
         parts += [text(left - 8, y_of(y) + 6, f"{y:.9g}", anchor="end")] * numbered
     for label, kind, points in panel["series"]:

@@ -61,11 +61,12 @@ def test_panels_alike(tmp_path):
 
 
 def test_round_values():
-    assert round_values(17.55, 18.31, 5) == pytest.approx([17.6, 17.8, 18.0, 18.2])
-    assert round_values(-3e-5, 1.1e-4, 7) == pytest.approx([0, 5e-5, 1e-4])
+    assert round_values(17.55, 18.31, 6) == pytest.approx([17.6, 17.8, 18.0, 18.2])
+    assert round_values(-3e-5, 1.1e-4, 8) == pytest.approx(
+        [-2e-5, 0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4])
     for low, high in ((0, 1), (0.2, 1e6), (99, 101), (-7, -6.99)):
-        found = round_values(low, high, 5)
-        assert 2 <= len(found) <= 5 and low <= found[0] and found[-1] <= high
+        found = round_values(low, high, 6)
+        assert 3 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
         assert len({round(b - a, 9) for a, b in pairwise(found)}) == 1
 
 
