@@ -57,13 +57,12 @@ def method_of(spec):
 
 
 def source_of(spec):
-    """Return a number for the code, without its comments, of a spec's class, its parents and vit.
-    """
-    files = {sys.modules[cls.__module__].__file__ for cls in method_of(spec).__mro__
-             if Path(getattr(sys.modules[cls.__module__], "__file__", None) or "/").parent
-             == Path(vit.__file__).parent}
-    code = [ast.unparse(ast.parse(Path(file).read_text(encoding="utf-8")))
-            for file in sorted({*files, vit.__file__})]
+    """Return a number for the code, without its comments, of vit.py, of a spec's class and of this
+    class's parents. Those in braces count as well."""
+    modules = {"vit", *(cls.__module__ for each in (spec, *re.findall(r"{(.*?)}", spec))
+                        for cls in method_of(each).__mro__)}
+    files = [Path(vit.__file__).with_name(f"{name}.py") for name in sorted(modules)]
+    code = [ast.unparse(ast.parse(file.read_bytes())) for file in files if file.exists()]
     return f"{zlib.crc32(''.join(code).encode()):08x}"
 
 

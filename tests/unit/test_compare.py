@@ -53,17 +53,17 @@ def test_changed_code_is_another_run(monkeypatch, tmp_path):
     """Code of the class, of its parents and of vit.py counts, but no comments."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(compare.vit, "__file__", str(tmp_path / "vit.py"))
-    files = {"vit": "x = 1", "parent_of": "class Parent:\n    a = 1",
+    files = {"vit": "x = 1", "parent_of": "class Parent:\n    a = 1", "imae": "c = 1",
              "mine": "from parent_of import Parent\nclass Mine(Parent):\n    b = 1"}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setitem(compare.METHODS, "mine", importlib.import_module("mine").Mine)
-    first = compare.source_of("mine:b=2")
+    first = compare.source_of("mine:teacher={imae}")
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(f"{text}  # a comment")
-        assert compare.source_of("mine") == first
+        assert compare.source_of("mine:teacher={imae}") == first
         (tmp_path / f"{name}.py").write_text(text.replace("1", "2"))
-        assert compare.source_of("mine") != first
+        assert compare.source_of("mine:teacher={imae}") != first
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(InputError, match="nir is not in METHODS of train.py: mae, "):
         compare.source_of("nir")
