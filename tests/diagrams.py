@@ -33,7 +33,7 @@ MARKS = MARKS.split("\n", 1)[1].removesuffix("</svg>\n")
 KEY = dict(hills="visible patch", house="visible, second image", blend="blended patch",
            masked="masked patch", zero="masked pixels set to 0", o="not in the loss",
            a="token of a patch", c="class token", m="mask token, with position", w="weight token",
-           shared="outlined: learned, shared by all images", own="made for each image",
+           shared="hollow: learned, the same for all images", own="made for each image",
            block="transformer block", cross="cross-attention block",
            frozen="trained before, frozen", wire="the loss compares",
            kept="kept after pretraining", new="differs from MAE")
@@ -66,9 +66,10 @@ class Drawing:
         """Write labels (x, y, lines), or (x, lines) below the images."""
         for x, *y, lines in labels:
             for i, line in enumerate(lines.split("|")):
-                if line and (self.detail or line[0] != "`"):
-                    self.add("text", "code" if line[0] == "`" else "soft", line.lstrip("`"), x=x,
-                             y=(y or [WORDS])[0] + 14 * i)
+                kind = {"`": "code", "~": "soft fine", "^": "soft narrow"}.get(line[:1], "soft")
+                if line and kind != ("soft narrow" if self.detail else "code"):
+                    self.add("text", kind, line.lstrip("`~^"), x=x,
+                             y=(y or [WORDS])[0] + 14 * i * (kind != "soft narrow"))
 
     def rect(self, x, y, width, height, cls="new", r=5):
         self.add("rect", cls, x=x, y=y, width=width, height=height, rx=r)
@@ -124,14 +125,15 @@ class Drawing:
         self.blocks(x, 4, y)
         self.flow(y, (82, 149), (x - 14, x - 3), *[(x + 50, x + 62)] * bool(output))
         self.tokens(x + 65, output, y)
-        self.say((117, y - 7, "linear"), (119, y + 16, "+ position"),
-                 (x + 23, y + 55, "`encoder" if self.detail else words))
+        self.say((117, y - 7, "~linear"), (119, y + 16, "~+ position"),
+                 (161 if x == 182 else x + 23, y + 55, "`encoder" if self.detail else
+                  words if x == 182 else f"~{words}"))
 
     def decoder(self, start, y=MID, tokens="caaaa"):
         self.tokens(440, tokens + " mmmm mmmm mmmm", y)
         self.blocks(518, 2, y, 56)
         self.flow(y, (start, 436), (504, 515), (542, 638))
-        self.say((590, y - 7, "linear"), (586, y + 16, "`decoder_pred"))
+        self.say((585, y - 7, "`decoder_pred" if self.detail else "~linear"))
 
     def mlp(self, what, tall, wide, shape):
         """Draw an MLP. Its second layer is the product of matrices of the classes tall and wide."""
@@ -151,26 +153,32 @@ class Drawing:
         for x, y in sum(nodes, []):
             self.add("circle", "shared", cx=x, cy=y, r=3.5)
         self.flow(MID, (486, 510), (598, 638))
-        self.say((392, 31, "×"), (391, "one layer,|for each image"),
-                 (469, f"{what}|position|`coords|`{shape}"), (500, "||||`fourier_features"),
-                 (554, "MLP; all but orange:|shared by all images"))
+        self.say((392, 31, "×"), (469, f"{what}|~position|`coords" + f"|`{shape}" * bool(shape)),
+                 (500, "||||`fourier_features"), (554, "^MLP"))
+        if self.detail or what == "pixel":
+            self.say((391, "~one layer,|~for each image|^layer"),
+                     (554, "~MLP; all but orange:|~shared by all images"))
+        else:                                              # where these symbols are first used
+            self.say((390, "~orange: one|~layer, made for|~each image|^layer"), (469, "||~as waves"),
+                     (556, "~MLP, a small network;|~the rest is shared|~by all images"))
 
     def loss(self, words, shape, shown="masked", rows=(("hills", MID),), new=True, note=""):
         """Compare predictions, of a shape, with originals: images, each centred on a height y. The
         words are on yellow if they are `new`. Below them is a note."""
         bottom = rows[-1][1] + MID
         if new:
-            self.rect(642, bottom + 8, 170, 20 + 14 * words.count("|"))
+            self.rect(642, bottom + 8, 170, 20 + 14 * words.replace("|^", "").count("|"))
         for image, y in rows:
             self.image(642, y - MID, image, shown, "o", "url(#blur)")
             self.image(748, y - MID, image, shown, "o")
             self.arrow((710, y), (744, y), both=True)
         self.say((727, bottom + 23, words), (727, bottom + 41, note),
-                 (674, bottom + 58, f"`pred|`{shape}"), (780, bottom + 58, f"`target|`{shape}"))
+                 *((x, bottom + 58, f"`{name}" + f"|`{shape}" * bool(shape)) for x, name in
+                   ((674, "pred"), (780, "target"))))
 
 
 # ------------------------------------------- the methods; the pictures show the docstrings
-NORMALISED = "(normalised by default)"
+NORMALISED = "~(normalised by default)"
 IMAGES = (46, "`images|`(B,C,H,W)|`ids_keep|`(B,K)")
 
 
@@ -179,7 +187,7 @@ def mae(d):
     d.encoder("caaaa", words="large encoder")
     d.decoder(265)
     d.loss("masked patches", "(B,M,p*p*C)", new=False, note=NORMALISED)
-    d.say(IMAGES, (254, "|`latent|`(B,1+K,D)"), (350, 25, "linear + position"),
+    d.say(IMAGES, (254, "|`latent|`(B,1+K,D)"), (350, 25, "~linear + position"),
           (350, 48, "`decoder_embed|`decoder_pos_embed"), (500, "small decoder"),
           (472, "|`add_mask_tokens|`(B,1+L,E)"), (529, -3, "`decoder_blocks"))
     return ("L = 16 patches of p * p pixels, K = 4 visible, M = 12 masked. D, E: widths of encoder "
@@ -188,7 +196,7 @@ def mae(d):
 
 def crossmae(d):
     """CrossMAE: Mask tokens attend to encoder tokens, not each other, so some can be left out."""
-    d.rect(242, -13, 382, d.low)
+    d.rect(242, -13, 388, d.low + 14 * (not d.detail))
     d.encoder("")
     for x, y in (173, MID), (192.5, 4), (205.5, 4), (218.5, 4), (231.5, 4):
         d.add("path", "wire", d=f"M{x} {y}V-10")
@@ -206,43 +214,50 @@ def crossmae(d):
     for y in (8, 24, 40, 56):                              # no path from one mask token to another
         d.tokens(462, "m", y)
         d.flow(y, (478, 503), (530, 638))
-    d.loss("masked patches, all or some", "(B,P,p*p*C)", "some", note=NORMALISED)
-    d.say(IMAGES, (200, -18, "`maps (n,B,1+K,D)"), (294, 36, "`map_weights"),
-          (373, 36, "`dec_norms"), (584, 2, "linear"), (346, "for each decoder block, one mix|"
-          "of the input and all blocks' outputs|`(B,1+K,D)"), (584, 76, "`decoder_pred"),
-          (522, "mask tokens attend|only to the mix|`mask_token (B,P,E)|`cross_attn"))
-    return ("K = 4 visible, P = 4 predicted patches of p * p pixels. n = 5 maps. D, E: widths of "
-            "encoder and decoder")
+    d.loss("~masked patches, all or some|^all or some", "(B,P,p*p*C)", "some", note=NORMALISED)
+    d.say(IMAGES, (200, -18, "`maps"), (294, 36, "`map_weights"), (373, 36, "`dec_norms"),
+          (584, 2, "`decoder_pred" if d.detail else "~linear"))
+    if d.detail:
+        d.say((346, "for each decoder block, one mix|of the input and all blocks' outputs|"
+               "`(B,1+K,D)"), (522, "mask tokens attend|only to the mix|`mask_token (B,P,E)|"
+                               "`cross_attn"))
+    else:
+        d.say((346, "~for each decoder block, one sum|~of the input and all blocks' outputs,|"
+               "~with learned weights (bars)|^sums"),
+              (533, "~solid: cross-attention blocks.|~Mask tokens attend|~only to the sum|^attend"))
+    return ("K = 4 visible, P = 4 predicted patches of p * p pixels. D, E: widths of encoder and "
+            "decoder")
 
 
 def hypermae(d):
     """HyperMAE: For each image, predict one layer of an MLP: patch position in, pixels out."""
-    d.rect(263, -13, 361, d.low)
+    d.rect(263, -13, 367, d.low + 14 * (not d.detail))
     d.encoder("caaaa")
     d.tokens(267, "lll")
     d.blocks(293, 2)
     d.tokens(324, "www")
     d.flow(MID, (282, 290), (315, 322))
     d.arrow((339, MID), (348, MID), (348, 54), (412, 54), (412, 42))
-    d.mlp("patch", "shared", "own", "(B,P,2)")
-    d.loss("masked patches", "(B,P,p*p*C)", new=False, note=NORMALISED)
-    d.say(IMAGES, (306, "more blocks"), (313, "||`feat2w_blocks|`(B,1+K+n,D)"),
-          (292, -18, "`weight_tokens"), (368, 67, "linear"), (404, 67, "`proj"), (357, 30, "`T"),
-          (391, "||`M|`(B,h,h)"), (554, "||`paco_mlp"))
-    return ("K = 4 visible, P = 12 predicted patches of p * p pixels. n = 3 weight tokens. D, h: "
-            "widths of encoder and MLP")
+    d.mlp("patch", "shared", "own", "")
+    d.loss("masked patches", "", new=False, note=NORMALISED)
+    d.say(IMAGES, *[(306, "more blocks"), (313, "||`feat2w_blocks")] if d.detail else [
+          (304, "~weight tokens|~(diamonds),|~more blocks|^blocks")],
+          (292, -18, "`weight_tokens"), (368, 67, "~linear"), (404, 67, "`proj"), (357, 30, "`T"),
+          (391, "||`(B,h,h)"), (554, "||`paco_mlp"))
+    return "K = 4 visible patches. h: width of the MLP"
 
 
 def minr(d):
     """MINR: For each image, predict one layer of an MLP: pixel position in, colour out."""
     d.rect(6, -13, 230, d.low)
-    d.rect(304, -13, 320, d.low)
+    d.rect(304, -13, 326, d.low)
     d.encoder("www", tokens="Czzza zazz azzz zzaz lll", others="zero", x=246)
     d.arrow((327, MID), (360, MID))
     d.mlp("pixel", "own", "shared", "(N,2)")
     d.loss("all pixels", "(B,N,C)", "all")
-    d.say((110, "masked pixels are 0;|all patches are encoded"), (46, "||`images|`(B,C,H,W)"),
-          (222, -18, "`extra_tokens (G,D)"), (190, "||`(B,1+L+G,D)"), (341, 25, "linear"),
+    d.say((110, "~masked pixels are 0;|~all patches are encoded|^masked are 0"),
+          (46, "||`images|`(B,C,H,W)"),
+          (222, -18, "`extra_tokens (G,D)"), (190, "||`(B,1+L+G,D)"), (341, 25, "~linear"),
           (332, "||`tokens|`(B,G,D)"), (348, 64, "`to_columns"), (391, "||`U @ V|`(B,a,b)"),
           (554, "||`layers"))
     return ("L = 16 patches, G = 3 weight tokens, N pixels. D: encoder width. a, b: inputs and "
@@ -251,7 +266,7 @@ def minr(d):
 
 def imae(d):
     """i-MAE: Encode a random blend of two images. Linear layers taught by a frozen MAE split it."""
-    d.rect(6, -17, 406, 214)
+    d.rect(2, -17, 410, 214)
     d.rect(86, 52, 150, 74, "zone", 6)
     d.encoder("cxxxx", 88, "blend", "Cxxxx")
     for i, image, letter, weight, sign in ((1, "hills", "a", "smaller part", -1),
@@ -269,13 +284,13 @@ def imae(d):
         d.arrow((264, 88), (276, 88), (276, branch), (345, branch))
         d.arrow((369, teacher - 9 * sign), (369, branch + 9 * sign), both=True)
         d.decoder(393, branch, tokens)
-        d.say((77, 92 + 47 * sign, weight), (205, edge, "frozen MAE"),
-              (282, edge, "linear"), (312, branch - 7, "linear"),
-              (391, 92 + 57 * sign, "match"), (18, teacher + 4, f"`x_{i}"), (369, edge, f"`w_{i}"),
+        d.say((77, 92 + 47 * sign, f"~{weight}"), (205, edge, "~frozen MAE"),
+              (282, edge, "~linear"), (312, branch - 7, "~linear"),
+              (391, 92 + 57 * sign, "~match"), (18, teacher + 4, f"`x_{i}"), (369, edge, f"`w_{i}"),
               (369, 92 + 21 * sign, f"`z_{i}"))
-    d.loss("masked patches of both,|and the two matches", "(B,M,p*p*C)",
+    d.loss("~masked patches of both,|~and the two matches|^both, matches", "(B,M,p*p*C)",
            rows=(("hills", 50), ("house", 126)))
-    d.say((500, 92, "+ position, same decoder"), (327, 92, "`decoder_embed"), (20, 46, "`mix"),
+    d.say((500, 92, "~+ position, same decoder"), (327, 92, "`decoder_embed"), (20, 46, "`mix"),
           (205, 34, "`teach"), (76, 212, "`mix, x_i (B,C,H,W)"), (345, 212, "`w_i, z_i (B,1+K,E)"))
     return "K = 4 visible, M = 12 masked patches of p * p pixels. E: decoder width"
 
@@ -379,11 +394,11 @@ METHODS = dict(mae=mae, crossmae=crossmae, hypermae=hypermae, minr=minr, imae=im
 
 def legend(d, kinds):
     """Explain marks. Return the height."""
-    x, y = 12, 18
+    x, y, wide, high = (12, 18, 5.5, 24) if d.detail else (12, 20, 9.1, 29)
     for kind in kinds:
-        words = 38 + round(5.5 * len(KEY[kind]))
+        words = 38 + round(wide * len(KEY[kind]))
         if x + words > 843:
-            x, y = 12, y + 24
+            x, y = 12, y + high
         if kind == "wire":
             d.arrow((x - 2, y), (x + 16, y), both=True)
         elif kind in ("a", "c", "m", "w", "zero"):
@@ -434,11 +449,12 @@ def draw(picture):
         d.used |= method.used
         y += above + method.bottom + 12
     columns.rect(84, top, 330, y - top, "zone", 0)
-    columns.rect(628, top, 202, y - top, "zone", 0)
+    columns.rect(631, top, 199, y - top, "zone", 0)
     for x, word in (42, "mask"), (249, "encode"), (521, "decode"), (727, "loss"):
-        columns.add("text", "ink", word, x=x, y=top + 18, font_weight=600)
-    columns.say((674, top + 18, "predicted"), (780, top + 18, "original"))
-    size = legend(key, [kind for kind in KEY if kind in d.used | {"shared"}])
+        columns.add("text", "ink head", word, x=x, y=top + 18, font_weight=600)
+    columns.say((674, top + 18, "~predicted"), (780, top + 18, "~original"))
+    of_mae = "hills masked o a c m shared block wire kept new".split()
+    size = legend(key, [kind for kind in KEY if kind in (d.used | {"shared"} if detail else of_mae)])
     if not detail:
         parts = [*key.parts, *move(size, [*columns.parts, *d.parts])]
     else:
