@@ -4,7 +4,8 @@
 
 Each method, with its own flags after colons, is pretrained with each seed and evaluated. The
 tables show mean ± standard deviation, the differences from the first method seed by seed, and
-whether they are clear by the rule in tests/docs/RESULTS.md. Other flags go to pretraining. In imae:teacher={mae}, {mae} is the checkpoint of the method mae with the same seed.
+whether they are clear by the rule in tests/docs/RESULTS.md. Other flags go to pretraining. In
+imae:teacher={mae}, {mae} is the checkpoint of the method mae with the same seed.
 
 Each result is a line of --out. Repeat a command to continue where it stopped. If a method's file or
 vit.py has changed since, the method is trained again.
