@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +99,30 @@ def test_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert len(run_all(source="1")[1]) == 6                # other code
     line = compare.read_lines(out)[-1]
     assert line["numbers"] == {"top1": 50} and "torch" in line["made"] and line["command"]
+
+
+def test_jobs_side_by_side(monkeypatch, tmp_path):
+    """A teacher that two need is never trained twice at once. After an interrupt, nothing starts."""
+    running, done = [], []
+
+    def run(command, *_):
+        assert command not in running
+        running.append(command)
+        time.sleep(0.01 if command == "stop" else 0.3)
+        running.remove(command)
+        done.append(command)
+        if command == "stop":
+            raise KeyboardInterrupt
+        return {"top1": 1.0}
+    monkeypatch.setattr(compare, "run", run)
+    chains = [(dict(encoder=name, seed=0), [(None, "teacher"), ("10%", name)]) for name in "ab"]
+    assert not compare.run_all(chains, tmp_path / "x", 2) and len(done) == 4
+    chains = [(dict(encoder=name, seed=0), [("1%", name), ("10%", f"{name}: more")])
+              for name in ("stop", "c", "d")]
+    with pytest.raises(KeyboardInterrupt):
+        compare.run_all(chains, tmp_path / "x", 2)
+    time.sleep(0.7)
+    assert {*done[4:]} <= {"stop", "c"}
 
 
 def test_a_command_in_a_process(pretrain, folder, monkeypatch):
