@@ -56,7 +56,7 @@ def legend(labels):
     """Return the labels with their marks, in rows, and the height of these rows."""
     parts, x, y = [], 0, 26
     for i, label in enumerate(labels):
-        width = 44 + 0.55 * FONT[1] * len(label)
+        width = 44 + 0.53 * FONT[1] * len(label)
         if x and x + width > WIDTH:
             x, y = 0, y + 34
         parts += [mark(i, x + 18, y - 6, 6), text(x + 32, y, label, anchor="start")]
@@ -90,9 +90,9 @@ def draw_panel(panel, labels, box, ends, numbered):
             parts.append(f'<polyline class="line c{i % len(LIGHT)}" points="{path}"/>')
         parts += [f'<path class="line c{i % len(LIGHT)}" d="M{x_of(x):.1f} {y_of(y - std):.1f}V'
                   f'{y_of(y + std):.1f}"/>' for x, y, std in (p for p in points if len(p) == 3)]
-        if kind != "line" or len(points) <= 50:            # more would cover the line
-            size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
-            parts += [mark(i, x, y, size, "dot" * (kind == "dot")) for x, y in places]
+        size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
+        every = max(1, len(places) // 20) if kind == "line" else 1     # more would cover the line
+        parts += [mark(i, x, y, size, "dot" * (kind == "dot")) for x, y in places[::every]]
     return parts
 
 
