@@ -3,17 +3,18 @@
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
 
 A method may have its own flags after colons, including batch_size, amp, compile and
-grad_checkpointing: mae:amp=bf16:compile. The methods take turns. Each gets a row for the median of
---steps training steps (train.train_step: forward, backward, optimizer) on a synthetic batch. The
-columns:
+grad_checkpointing: mae:amp=bf16:compile. The methods take turns, for --steps training steps each
+(train.train_step: forward, backward, optimizer) on a synthetic batch. Without a GPU, the defaults
+are ViT-micro and 32 pixels. The columns:
 
-    img/s, ms/step   of the median step
+    img/s, ms/step   of the first row's median step; those of the others follow from their `time`
     GiB              peak memory: weights, optimizer and batch, and what a step allocates
     GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
     TFLOP/s          of forward and backward passes, counted
     MFU %            TFLOP/s in 16 bits, relative to the device's peak, if known. A few % mean that
                      launching kernels takes the time: try a higher --batch_size
-    time, memory     time per image and total memory, relative to the first row of that image size
+    time, memory     time per image and total memory, relative to the first row of that image size.
+                     The time is the median over turns: what slows the machine slows a whole turn
 """
 
 import argparse
@@ -49,6 +50,13 @@ def count_flops(function):
     return counter.get_total_flops()
 
 
+def flops_of_step(loss_of, B):
+    """Return the FLOPs of a training step with B images. Some of its work is done once per batch.
+    loss_of(n): returns the loss of n images."""
+    one, two = (count_flops(lambda: loss_of(n).backward()) for n in (1, 2))
+    return one + (B - 1) * (two - one)
+
+
 def allocated_by(function, device):
     """Return the peak memory in bytes that a call allocates."""
     if device.type == "cuda":
@@ -74,7 +82,7 @@ def attention(B, heads, N, D, args):
 def add_own(parser):
     """Add the flags that each method can also set for itself."""
     option = parser.add_argument
-    option("--batch_size", type=count, help="(16)")
+    option("--batch_size", type=count, help="(64; with a GPU 16)")
     option("--amp", choices=("auto", "bf16", "fp16", "fp32"), help="(auto)")
     option("--compile", action=argparse.BooleanOptionalAction)
     option("--grad_checkpointing", action=argparse.BooleanOptionalAction)
@@ -101,7 +109,8 @@ class Case:
         self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
         self.device = self.args.device
         torch.manual_seed(0)
-        self.model = cls(img_size, args.patch_size or 16, len(cls.mean), **sizes, **given)
+        patch_size = args.patch_size or (16 if max(img_size) >= 128 else 4)
+        self.model = cls(img_size, patch_size, len(cls.mean), **sizes, **given)
         self.model.to(self.device)
         seen, attn = [], self.model.encoder.blocks[0].attn
         hook = attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
@@ -109,8 +118,7 @@ class Case:
             self.macs = count_flops(lambda: self.model(*self.batch(1))) / 2
         hook.remove()
         self.attention = attention(self.batch_size, attn.heads, *seen[0][1:], self.args)
-        one, two = (count_flops(lambda: self.model(*self.batch(B))[0].backward()) for B in (1, 2))
-        self.flops = one + (self.batch_size - 1) * (two - one)         # some work is per batch
+        self.flops = flops_of_step(lambda B: self.model(*self.batch(B))[0], self.batch_size)
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = train.make_optimizer(self.args, [
@@ -169,16 +177,18 @@ def measure(cases, steps, warmup):
     for case, most, times, loss in zip(cases, memory, seconds, losses):
         if not math.isfinite(loss):
             raise ValueError(f"{case.spec}: the loss is {loss}")
-        median, B = statistics.median(times), case.batch_size
-        rates = [a / b * cases[0].batch_size / B for a, b in zip(times, seconds[0])]
-        tera = case.flops / median / 1e12
+        B, first = case.batch_size, statistics.median(seconds[0]) / cases[0].batch_size
+        time_per_image = statistics.median(
+            a / b * cases[0].batch_size / B for a, b in zip(times, seconds[0]))
+        step = first * time_per_image * B
+        tera = case.flops / step / 1e12
         row = {"method": case.spec, "image": "x".join(map(str, case.img_size)), "batch": B,
-               "img/s": f"{B / median:.4g}", "ms/step": f"{1e3 * median:.4g}",
+               "img/s": f"{B / step:.4g}", "ms/step": f"{1e3 * step:.4g}",
                "GiB": f"{most / 2 ** 30:.3g}", "GMAC/img": f"{case.macs / 1e9:.4g}",
                "TFLOP/s": f"{tera:.3g}"}
         if peak and case.args.dtype is not torch.float32:
             row["MFU %"] = f"{100 * tera / peak:.3g}"
-        rows.append({**row, "time": statistics.median(rates), "memory": most / memory[0]})
+        rows.append({**row, "time": time_per_image, "memory": most / memory[0]})
     return rows
 
 
@@ -188,20 +198,24 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--method", nargs="+", help="(all)")
-    option("--size", choices=SIZES, default="base")
-    option("--img_size", nargs="+", type=size_in_pixels, default=[(224, 224)],
-           help="a side or H,W (224)")
-    option("--patch_size", type=size_in_pixels, help="a side or H,W (16)")
+    option("--size", choices=SIZES, help="(micro; with a GPU base)")
+    option("--img_size", nargs="+", type=size_in_pixels, help="a side or H,W (32; with a GPU 224)")
+    option("--patch_size", type=size_in_pixels, help="a side or H,W (below 128 pixels 4, else 16)")
     add_own(parser)
-    parser.set_defaults(batch_size=16, amp="auto", compile=False, grad_checkpointing=False)
+    parser.set_defaults(amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")
     option("--warmup", type=in_range(int, 0), default=3, help="number of warmup steps (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     train.start_processes(args)
+    train.fill_in(args, dict(size="base", img_size=[(224, 224)], batch_size=16)
+                  if args.device.type == "cuda" else
+                  dict(size="micro", img_size=[(32, 32)], batch_size=64))
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
           f"{torch.get_num_threads()} threads, {args.dtype}")
+    print(f"{args.warmup} + {args.steps} training steps for each method: ViT-{args.size}, "
+          f"{', '.join(map(str, args.img_size))} pixels, batch size {args.batch_size}", flush=True)
     rows = []
     for img_size in args.img_size:
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]

@@ -9,7 +9,8 @@
 A check calls your function on tiny inputs and compares its results and gradients with those of a
 plain-loop reference (tests/lib/references.py). During a check, references also replace all other
 exercise functions, so you can check one function while others are missing or wrong. Ties, speed and
-errors for invalid arguments are not checked.
+errors for invalid arguments are not checked. Each check is a process of its own, which reads the
+files as they are now, also in a notebook: from tests.exercise import main; main(["--check"]).
 """
 
 import argparse
@@ -17,19 +18,24 @@ import ast
 import contextlib
 import importlib
 import inspect
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import sys
 import traceback
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
+import torchvision.transforms.v2                           # here, so that checks need not import it
 
 from tests.lib.references import EXERCISES, Different
 
 ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 30                                               # after which a check is stopped
 COPIES = {"hypermae.fourier_features": "minr.fourier_features"}        # the same function
 TRAINED = {"x", "y", "latent", "M", "tokens"}              # arguments that earlier layers compute
 
@@ -210,7 +216,7 @@ def check(name):
         return ""
     except Different as error:
         verdict, lines = "is not right yet", [str(error)]
-    except Exception as error:
+    except BaseException as error:                         # exit() is no Exception
         if str(error).startswith("exercise: "):
             other = str(error).removeprefix("exercise: ")
             calls = "" if other == name else f"calls {other}, which "
@@ -222,15 +228,57 @@ def check(name):
     return "\n  ".join([f"{name} {verdict}", *called, *lines])
 
 
+def check_alone(name, sender, out):
+    """Send check(name) to a pipe, from a process of its own. What the function prints goes to the
+    file `out`."""
+    file = os.open(out, os.O_CREAT | os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(file, fd)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", 1, encoding="utf-8")
+    for file in ROOT.glob("*.py"):                         # a notebook may have read them before
+        sys.modules.pop(file.stem, None)
+    sys.dont_write_bytecode, sys.pycache_prefix = True, os.devnull     # ... or compiled them
+    torch.set_num_threads(1)                               # a fork has no other threads
+    sender.send(check(name))
+
+
+def verdict(name):
+    """Check an exercise in another process. Returns what is wrong with it, in words, or "", and
+    what it printed."""
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        process = context.Process(target=check_alone, args=(name, sender, out))
+        process.start()
+        sender.close()
+        try:
+            text = f"{name} takes more than {SECONDS} seconds: does a loop never end?"
+            if receiver.poll(SECONDS):
+                text = receiver.recv()
+        except EOFError:                                   # it ended without a result
+            process.join()
+            text = f"{name} ends the process (exit code {process.exitcode}) instead of returning"
+        finally:
+            process.kill()
+            process.join()
+        with out.open("a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            return text, file.read(2000)                   # an endless loop may have printed more
+
+
 def report(names):
     """Check these exercises, or all if none is named, and print each result at once. Returns 0 if
     all are right, otherwise 1."""
     wrong = 0
     for name in names or EXERCISES:
-        text = check(name)
-        if text:
-            wrong = 1
-        print((text if names else text.split("\n")[0]) or f"{name} is right", flush=True)
+        print(name, end=" ", flush=True)
+        text, printed = verdict(name)
+        wrong = 1 if text else wrong
+        text = text.removeprefix(f"{name} ") or "is right"
+        print(text if names else text.split("\n")[0])
+        if names and printed:
+            print("  It printed:", *printed.splitlines(), sep="\n  ")
     return wrong
 
 
@@ -257,10 +305,14 @@ def body_of(name, text):
 
 
 def git(*words):
-    """Return what a git command prints in this folder; "" without git."""
+    """Return what a git command prints in this folder."""
     if not shutil.which("git"):
-        return ""
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8").stdout
+        refuse("removing a body needs git, which can bring it back, but git is not installed")
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8")
+    if done.returncode:
+        refuse("removing a body needs a git repository, which can bring it back, but git says: "
+               + " ".join(done.stderr.split()))
+    return done.stdout
 
 
 def remove(folder, name, message):
@@ -276,28 +328,27 @@ def remove(folder, name, message):
 
 
 def refuse(message):
-    print(message, file=sys.stderr)
-    sys.exit(2)
+    """Raise vit.InputError. Only here is vit imported: checks run even if it cannot be."""
+    from vit import InputError
+    raise InputError(message)
 
 
 def remove_here(names):
-    """Remove the bodies of these exercises from the working tree. Ends the program instead if git
-    could not restore one of them."""
-    if not git("ls-files", "mae.py"):
-        refuse("removing a body needs a git repository, which can bring it back")
+    """Remove the bodies of these exercises from the working tree. Raises InputError instead if
+    `git restore` could not bring one of them back."""
     for name in names:
         file = file_of(name)
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))
-        if not body or body != body_of(name, git("show", f"HEAD:./{file}")):
-            refuse(f"{name} is not as in the last commit (removed already?), so git could not "
-                   f"restore it. git stash push {file} keeps your version of it, git checkout "
-                   f"HEAD -- {file} discards it")
+        if not body or body != body_of(name, git("show", f":./{file}")):
+            refuse(f"{name} is not as git has it (removed already?), so git could not restore it. "
+                   f"git stash push {file} keeps your version of it, git restore {file} discards "
+                   f"it")
     for name in names:
         item, line = EXERCISES[name], remove(ROOT, name, name)
         print(f"{file_of(name)}, line {line}: {name}: {item.task} ({item.section})")
     files = " ".join(sorted({file_of(name) for name in names}))
     print(f"Check it:     python -m tests.exercise --check {' '.join(names)}\n"
-          f"Get it back:  git checkout HEAD -- {files}\n"
+          f"Get it back:  git restore {files}\n"
           f"              (these are whole files; to keep what you wrote: git stash push {files})")
 
 
@@ -309,8 +360,7 @@ def handout(folder, names):
         refuse("--handout needs the names of exercises: --handout FOLDER NAMES")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         refuse(f"{folder} exists and is not an empty folder")
-    if not git("ls-files", "mae.py"):
-        refuse("--handout copies the last commit, so it needs a git repository")
+    git("ls-files", "--error-unmatch", "mae.py")           # the project's repository, not another
     folder.mkdir(parents=True, exist_ok=True)
     archive = folder / "all.tar"
     git("archive", "HEAD", "-o", str(archive.absolute()))
@@ -319,9 +369,8 @@ def handout(folder, names):
     for file in {*folder.glob("tests/unit/test_*.py")} - {folder / "tests/unit/test_golden.py"}:
         file.unlink()                                      # some also have solutions
     readme = folder / "README.md"
-    text = re.sub(r"(?s)<img[^>]*hero\.svg.*?It needs no", "A *masked autoencoder* needs no",
-                  readme.read_text("utf-8"))
-    text = re.sub(r"(?s)<picture>.*?</picture>\n", "", text)           # both show a solution
+    text = re.sub(r"(?s)<picture>.*?</picture>|<img[^>]*(hero|tour)[^>]*>", "",    # solutions
+                  readme.read_text("utf-8").replace("these five lines", "a few lines"))
     for picture in ("hero.svg", "tour.png", "tour_dark.png"):
         (folder / ".github" / picture).unlink(missing_ok=True)
     teach = "\n## Teach\nSee [TASKS.md](TASKS.md).\n"    # there is no git in this copy
@@ -332,7 +381,7 @@ def handout(folder, names):
             "references in `tests/lib/references.py`; try not to look at those. Ties, speed and "
             "errors for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
-            "`train.py` and `pytest` stop with `exercise: NAME`. The README describes the complete "
+            "`train.py` and `pytest` stop with an error that ends in `exercise: NAME`. The README describes the complete "
             "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`",
             "Once they are right, `python -m pytest` compares losses, predictions and gradients of "
             "all methods with the numbers of the released codes, however you wrote the functions. "
@@ -351,14 +400,15 @@ def handout(folder, names):
 
 
 def main(argv=None):
-    """Run the command line. Returns 0 if all checks pass, otherwise 1. Invalid input ends the
-    program with a one-line message and exit status 2."""
+    """Run the command line. Returns 0 if all checks pass, otherwise 1. Raises vit.InputError with a
+    one-line message for invalid input."""
     parser = argparse.ArgumentParser("python -m tests.exercise", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="exercises whose bodies are "
                         "removed from the files here (default: list all exercises)")
     parser.add_argument("--check", action="store_true", help="check these exercises (default: all)")
     parser.add_argument("--handout", type=Path, metavar="FOLDER", help="remove the bodies "
                         "only in a copy of the project, in the new folder FOLDER")
+    parser.error = refuse
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in EXERCISES:
@@ -378,4 +428,10 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as error:
+        if type(error).__name__ != "InputError":           # vit may have another one by now
+            raise
+        print(f"tests.exercise: error: {error}", file=sys.stderr)
+        sys.exit(2)

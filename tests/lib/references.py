@@ -122,6 +122,7 @@ def normalize_patches(patches, slip=""):
     inverted="the mask is inverted. 1 is masked, 0 visible.",
     count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
     raster="the ids are in raster order. They should be sorted by noise.",
+    kept="only the order of ids_keep is wrong. It should be sorted by noise.",
     ranks="the ids are the ranks of the patches. They should be the patches, sorted by rank.",
     shuffled="the mask is sorted by noise. Its entry i should be for patch i.")
 def masking(noise, mask_ratio, slip=""):
@@ -135,7 +136,7 @@ def masking(noise, mask_ratio, slip=""):
             order = sorted(order[:K]) + sorted(order[K:])
         elif slip == "ranks":
             order = [order.index(i) for i in range(L)]
-        keep.append(order[:K])
+        keep.append(sorted(order[:K]) if slip == "kept" else order[:K])
         rest.append(order[K:])
         for i in range(K) if slip == "shuffled" else order[:K]:
             mask[b, i] = 0
@@ -390,14 +391,20 @@ def paco_cases(hypermae):
     "hypermae.HyperMAE.decode", "HyperMAE Sec. 2.2, Algorithm 1", "the modulated MLP",
     "image, coordinate, value", paco_cases,
     around="there is a ReLU next to M. It belongs there only with relu_around_m.",
+    before="there is a ReLU before M. It belongs there only with relu_around_m.",
+    after="there is a ReLU after M. It belongs there only with relu_around_m.",
     ignored="relu_around_m is ignored.",
     final="there is a ReLU after the last layer.",
     bias="out_bias is not added.",
+    two="out_bias is not added, and there is a ReLU before M (only relu_around_m puts one there).",
+    three="out_bias is not added, and ReLUs are next to M (only relu_around_m puts them there).",
     late="M comes one layer late: modulated_layer counts from 0.",
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
     depth, mod, results = len(self.paco_mlp) + 1, self.modulated_layer, []
-    around = slip == "around" or self.relu_around_m and slip != "ignored"
+    around = self.relu_around_m and slip != "ignored"
+    before = around or slip in ("around", "before", "two", "three")    # a ReLU before M, ...
+    after = around or slip in ("around", "after", "three")             # ... and after it
     place = mod + (slip == "late")
     for own, places in zip(M, coords.expand(len(M), -1, -1)):
         z = fourier_features(places, self.pe_dim, self.pe_sigma)       # (P, 2 pe_dim)
@@ -406,10 +413,12 @@ def paco_mlp(self, coords, M, slip=""):
                 z = z @ (own.T if slip == "transposed" and len(own) == len(own.T) else own)
             else:
                 z = self.paco_mlp[i if i < place else i - 1](z)
-            relu = slip == "final" if i == depth - 1 else around or i not in (place - 1, place)
+            relu = {place - 1: before, place: after}.get(i, True)
+            if i == depth - 1:
+                relu = slip == "final"
             if relu:
                 z = z * (z > 0)                                        # (P, h)
-        results.append(z if slip == "bias" else z + self.out_bias)
+        results.append(z if slip in ("bias", "two", "three") else z + self.out_bias)
     return torch.stack(results)
 
 

@@ -1,5 +1,7 @@
 """The benchmark: a row for each method, with its true cost, and the costs that papers give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -23,6 +25,39 @@ def test_a_row_for_every_method(capsys):
     minr = METHODS["minr"](32, 8, 3, **SIZES["micro"], **METHODS["minr"].low_res_config)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
+
+
+def test_times_are_relative_within_a_turn(monkeypatch):
+    """What slows the machine for some turns does not change the ratio of two methods, img/s agree
+    with it, and both are per image."""
+    clock = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def case(spec, B, durations):
+        steps = iter(durations)
+
+        def step():
+            clock[0] += next(steps)
+            return 1.0
+        return SimpleNamespace(
+            spec=spec, batch_size=B, step=step, memory=lambda: 8 * B, img_size=(8, 8), flops=24e12,
+            macs=1, device=torch.device("cpu"), args=SimpleNamespace(compile=False, dtype=None))
+    first, second = bench.measure([case("a", 4, [9, 2, 20, 2]), case("b", 3, [9, 3, 30, 30])], 3, 1)
+    assert (first["img/s"], first["ms/step"], first["time"], first["TFLOP/s"]) == (
+        "2", "2000", 1, "12")
+    assert (second["img/s"], second["ms/step"], second["time"], second["memory"]) == (
+        "1", "3000", 2, 0.75)
+
+
+def test_defaults_are_small_without_a_gpu(capsys, monkeypatch):
+    """The first lines say what is measured."""
+    built = []
+    monkeypatch.setattr(bench, "measure", lambda cases, *_: built.extend(cases) or [{"x": 1}])
+    bench.main(["--method", "mae", "hypermae:batch_size=2", "--steps", "7"])
+    assert "3 + 7 training steps for each method: ViT-micro, (32, 32) pixels, batch size 64" in (
+        capsys.readouterr().out.splitlines()[2])
+    assert [case.inputs[0].shape for case in built] == [(64, 3, 32, 32), (2, 3, 32, 32)]
+    assert built[0].model.encoder.patch_size == (4, 4) and built[0].model.encoder.dim == 64
 
 
 def test_cost_at_vit_b(monkeypatch):

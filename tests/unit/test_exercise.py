@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests import exercise
 from tests.exercise import EXERCISES, ROOT, check, find, main
+from vit import InputError
 
 SOLUTIONS = {  # name: a right body, [(text in it, other text, part of the message or "" if right)]
     "vit.patchify": ("""
@@ -133,9 +135,46 @@ def test_the_hint_names_each_slip(name, monkeypatch):
         assert hint in check(name), slip
 
 
+@pytest.mark.parametrize("name", EXERCISES)
+def test_nan_is_not_right(name, monkeypatch):
+    """Nor are results with another sign, and no reference has a NaN that would excuse one."""
+    item, (owner, last) = EXERCISES[name], find(name)
+
+    def changed(change):
+        def spoil(value):
+            if isinstance(value, dict):
+                return {key: spoil(x) if key != "params" else x for key, x in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(spoil, value))
+            return change(value) if not torch.is_tensor(value) or value.is_floating_point() else (
+                value)
+        return lambda *args, **more: spoil(item.reference(*args, **more))
+    for change in (lambda x: x * math.nan, lambda x: -x - 1):
+        monkeypatch.setattr(owner, last, changed(change))
+        assert "expected" in check(name), name
+
+
+def test_two_mistakes_of_hypermae_have_a_hint(monkeypatch):
+    """A ReLU before M and no out_bias; then only the ReLU."""
+    body = """
+z, i = fourier_features(coords, self.pe_dim, self.pe_sigma), self.modulated_layer
+layers = list(self.paco_mlp)
+layers.insert(i, lambda z: z @ M)
+for k, layer in enumerate(layers):
+    z = layer(z)
+    if k < len(layers) - 1 and (self.relu_around_m or k != i):
+        z = F.relu(z)
+return z"""
+    for text, hint in ((body, "out_bias is not added, and there is a ReLU before M"),
+                       (body + " + self.out_bias", "there is a ReLU before M.")):
+        solve(monkeypatch, "hypermae.HyperMAE.decode", text)
+        assert f"Hint: {hint}" in check("hypermae.HyperMAE.decode")
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Return git(words), which runs in a copy of this project's sources, all committed."""
+    """Return git(words), which runs in a copy of this project's sources, all committed. Checks read
+    this copy."""
     if not shutil.which("git"):
         pytest.skip("git is missing")
     for file in (*ROOT.glob("*.py"), ROOT / "README.md"):
@@ -151,32 +190,96 @@ def repository(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-m", "all")
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     return git
 
 
-def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, refused):
-    """Nothing is removed that git could not bring back."""
+def write(folder, name, body):
+    """Write a body into the file of its function, and of the copy of this function."""
+    for place in [name, *filter(None, [exercise.COPIES.get(name)])]:
+        path = folder / exercise.file_of(place)
+        text = path.read_text(encoding="utf-8")
+        node, start = exercise.find_body(text, place)
+        lines, indent = text.splitlines(), " " * node.body[0].col_offset
+        lines[start:node.end_lineno] = [indent + line for line in body.strip().splitlines()]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_a_body_is_removed_and_comes_back(repository, tmp_path, capsys, monkeypatch):
+    """Nothing is removed that `git restore` could not bring back. Errors are exceptions with one
+    line, the one of git itself where it has one."""
     path, before = tmp_path / "mae.py", (tmp_path / "mae.py").read_bytes()
+
+    def refuses(words, *parts):
+        with pytest.raises(InputError) as error:
+            main(list(map(str, words)))
+        said = str(error.value)
+        assert "\n" not in said and [part for part in parts if part not in said] == [], said
     assert main(["mae.MAE.forward", "vit.Attention.forward"]) == 0
-    assert "git checkout HEAD -- mae.py vit.py" in capsys.readouterr().out
+    assert "git restore mae.py vit.py" in capsys.readouterr().out
     after = path.read_text(encoding="utf-8")
     start = after.index("; metrics is", after.index("def forward"))
     assert after[start:].splitlines()[1:3] == [
         '        raise NotImplementedError("exercise: mae.MAE.forward")', ""]
-    refused(main, ["mae.MAE.forward"], "mae.MAE.forward is not as in the last commit (removed",
-            "git checkout HEAD -- mae.py")
+    refuses(["mae.MAE.forward"], "mae.MAE.forward is not as git has it (removed",
+            "git restore mae.py")
+    assert main(["--check"]) == 1                          # the others can still be checked
+    said = capsys.readouterr().out.splitlines()
+    missing = ("mae.MAE.forward", "vit.Attention.forward")
+    assert said == [f"{name} is {'not implemented yet' if name in missing else 'right'}"
+                    for name in EXERCISES]
 
     taken = 'raise NotImplementedError("exercise: mae.MAE.forward")'
     path.write_text(after.replace(taken, f"x = 1\n        {taken}"), encoding="utf-8")
-    refused(main, ["mae.MAE.forward"], "git stash push mae.py keeps your version")
+    refuses(["mae.MAE.forward"], "git stash push mae.py keeps your version")
     assert main(["mae.MAE.add_mask_tokens"]) == 0          # git can restore this one
     assert "x = 1\n" in path.read_text(encoding="utf-8")
-    repository("checkout", "HEAD", "--", "mae.py", "vit.py")
+    repository("restore", "mae.py", "vit.py")
     assert path.read_bytes() == before
+    write(tmp_path, "mae.MAE.forward", "return 1")
+    repository("add", "mae.py")                            # now restoring would bring this back
+    path.write_bytes(before)
+    refuses(["mae.MAE.forward"], "is not as git has it")
+    repository("restore", "--staged", "--worktree", "mae.py")
+    refuses(["mae.forward"], "mae.forward is not an exercise")
+    refuses(["--wrong"], "unrecognized arguments: --wrong")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    for words in (["vit.patchify"], ["--handout", tmp_path / "class", "vit.patchify"]):
+        refuses(words, "git says: fatal: detected dubious ownership", "safe.directory")
+    monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
     shutil.rmtree(tmp_path / ".git")
-    refused(main, ["vit.patchify"], "removing a body needs a git repository")
-    refused(main, ["--handout", tmp_path / "class", "vit.patchify"], "needs a git repository")
+    refuses(["vit.patchify"], "needs a git repository", "git says: fatal: not a git repository")
     assert path.read_bytes() == before
+
+
+def test_whatever_the_file_does(repository, tmp_path, capsys, monkeypatch):
+    """It is right, or wrong with a sentence. What is checked is the file as it is now, also if this
+    process has imported it (in a notebook) or has just checked it."""
+    right, name = SOLUTIONS["vit.masking"][0], "vit.masking"
+    original = (tmp_path / "vit.py").read_text(encoding="utf-8")
+    for body, part in (
+            (right, "vit.masking is right\n"), ("exit()", "raises an error\n"),
+            (right.replace("noise.arg", "(-noise).arg"), "Hint: the patches with the highest"),
+            ("import os; os._exit(0)", "ends the process (exit code 0)"),
+            ("return masking(noise, mask_ratio)", "RecursionError"),
+            ("return noise +", "cannot be imported"),
+            ("while True: pass", "takes more than 3 seconds"),
+            (f"print('K is 9')\n{right}", "is right\n  It printed:\n  K is 9\n")):
+        monkeypatch.setattr(exercise, "SECONDS", 3 if "while" in body else 60)
+        write(tmp_path, name, body)
+        code, said = main(["--check", name]), capsys.readouterr().out
+        assert said.startswith(name) and part in said, said
+        assert code == (0 if right in body else 1)
+        (tmp_path / "vit.py").write_text(original, encoding="utf-8")
+    (tmp_path / "vit.py").write_text(f"exit()\n{original}", encoding="utf-8")
+    assert main(["--check"]) == 1 and capsys.readouterr().out == "".join(
+        f"{name} is not checked: its file cannot be imported\n" for name in EXERCISES)
+
+
+def test_checks_start_where_nothing_can_fork(capsys, monkeypatch):
+    monkeypatch.setattr(exercise.sys, "platform", "win32")
+    assert main(["--check", "vit.patchify"]) == 0
+    assert capsys.readouterr().out == "vit.patchify is right\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="TASKS.md's commands are for a Unix shell")
@@ -208,27 +311,9 @@ def test_handout(repository, tmp_path):
         return [subprocess.run([sys.executable, *words], cwd=folder, capture_output=True).returncode
                 == 0 for words in commands]
 
-    def write(name, body):
-        """Write a body into the file of its function, and of the copy of this function."""
-        for place in [name, *filter(None, [exercise.COPIES.get(name)])]:
-            path = folder / exercise.file_of(place)
-            text = path.read_text(encoding="utf-8")
-            node, start = exercise.find_body(text, place)
-            lines, indent = text.splitlines(), " " * node.body[0].col_offset
-            lines[start:node.end_lineno] = [indent + line for line in body.strip().splitlines()]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
     for name, (body, _) in SOLUTIONS.items():
-        write(name, body)
+        write(folder, name, body)
     assert passes() == [True, True]
     right = SOLUTIONS["vit.masking"][0]
-    write("vit.masking", right.replace("noise.argsort(dim=1)", "noise.argsort(dim=1).flip(1)"))
+    write(folder, "vit.masking", right.replace("noise.argsort(dim=1)", "noise.argsort(dim=1).flip(1)"))
     assert passes() == [False, False]
-
-
-def test_a_removed_body_ends_a_check_in_words(capsys, monkeypatch):
-    solve(monkeypatch, "vit.masking", "\nraise NotImplementedError('exercise: vit.masking')")
-    assert main(["--check"]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"{name} is " + ("not implemented yet" if name == "vit.masking" else "right")
-                    for name in EXERCISES]

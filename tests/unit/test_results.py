@@ -1,42 +1,39 @@
-"""tests/results.py: its commands, which of them it runs, the numbers that it reads, its tables."""
+"""tests/results.py: its commands, its tables and its pictures."""
 
 import json
 import re
 import shutil
-from pathlib import Path
-from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
 
 import finetune
-import train
 from tests import results
 from tests.unit.conftest import ROOT, parsed
 
 
-@pytest.mark.parametrize("name", [*results.PRETRAINED, *results.SOURCES, *results.PAYS])
+@pytest.mark.parametrize("name", [*{**results.ENCODERS, **results.FEATURES}, "scratch", *results.PAYS])
 def test_commands(name):
     """The commands parse, and use only checkpoints that earlier ones have made."""
     args = SimpleNamespace(data="shapes", size="tiny", epochs=50, pretraining=["--batch_size", "8"])
     made = set()
-    for column, command in results.commands(args, name, seed=5):
-        assert {*re.findall(r"{runs}/(\w+)/last.pt", command)} <= made
+    for column, command in results.commands(args, name, 5, "R"):
+        assert {*re.findall(r"R/(\S+)/last.pt", command)} <= made
         for _, script, *words in map(str.split, command.split(" && ")):
             if script != "-m":
                 run = parsed(script, words)
                 made.add(getattr(run, "name", None))
                 assert getattr(run, "seed", 5) == 5 and run.data == "shapes"
-                epochs = {"crossmae_25_long": 80, "untrained": 0}.get(name, 50)
+                epochs = {"crossmae_25_long": 16, "untrained": 0}.get(name, 50)
                 assert column or run.epochs == epochs
-    assert name in made or name not in results.PRETRAINED
+    assert results.slug(results.ENCODERS.get(name, name)) in made or name not in results.ENCODERS
 
 
 @pytest.mark.parametrize("name", ["mae", "ginr", "scratch", *results.PAYS])
 def test_settings_are_in_the_commands(name):
     """Other defaults of finetune.py would not change the tables."""
     args = SimpleNamespace(data="shapes", size="micro", epochs=10, pretraining=[])
-    for column, command in results.commands(args, name, seed=0):
+    for column, command in results.commands(args, name, 0, "R"):
         if "finetune.py" in command:
             run = vars(parsed("finetune.py", command.split()[2:]))
             recipe = finetune.RECIPES.get(run["mode"], [{}])[0]
@@ -47,76 +44,54 @@ def test_settings_are_in_the_commands(name):
                 assert run.get("layer_decay") == {"finetune": 0.75, "scratch": 1}.get(run["mode"])
 
 
-def test_continues_where_it_stopped(monkeypatch, tmp_path):
-    """Only results without a line are computed, after their encoder."""
-    done, out = [], tmp_path / "out.jsonl"
-    monkeypatch.setattr(results, "run", lambda command: done.append(command) or {"top1": 50.0})
-    words = ["--data", "tiny", "--only", "mae", "--seeds", "3", "--out", str(out)]
-    for _ in range(2):
-        results.main(words)
-    lines = results.read_lines(out)
-    assert [line["column"] for line in lines] == ["PSNR", "20-NN", *results.TUNED]
-    assert len(done) == 7 and all("/3/mae" in command for command in done[1:])
-    out.write_text("\n".join(out.read_text().split("\n")[:-2] + [""]))
-    results.main(words)
-    assert done[7:] == [done[0], done[6]] and results.read_lines(out)[-1]["numbers"]["top1"] == 50
-
-
-def test_numbers_of_commands(pretrain, monkeypatch):
-    """They are read from the log of a run, and from what evaluations print."""
-    last, printed = pretrain()["history"][-1], []
-    process = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=printed[0]), PIPE=None)
-    monkeypatch.setattr(results, "subprocess", process)
-    rows = train.main(["--eval", "runs/mae", *results.MASKS.split(), "--workers", "0"])
-    printed.append(train.as_table(rows))
-    numbers = results.run("python train.py --eval runs/mae")
-    assert numbers[results.PIXELS] == pytest.approx(last["psnr_masked"], abs=1e-3)
-    assert len(numbers) == 6
-    printed[0] = "top1 12.50, top5 50.00, on 4 images"
-    assert results.run("python finetune.py --mode knn") == {"top1": 12.5}
-    Path("runs/mae/log.jsonl").write_text('{"top1": 1.0}\n{"top1": 2.0}\n')
-    assert results.run("python finetune.py --runs runs --name mae") == {"top1": 2.0}
-
-
-def test_cells_and_differences():
-    """Differences are between runs of one seed, and bold if above two deviations and the floor."""
-    scores = {"mae": (40.0, 41.0, 42.0), "crossmae": (43.0, 43.5, 44.9), "imae": (40.1, 40.9, 42.0)}
-    numbers = results.Numbers("x, ViT-micro, 10 epochs", [
-        dict(encoder=encoder, column="20-NN", seed=seed, numbers={"top1": score})
-        for encoder, values in scores.items() for seed, score in enumerate(values)])
-    for encoder, values in scores.items():
-        assert numbers.cell(encoder, "20-NN") == f"{mean(values):.1f} ± {stdev(values):.1f}"
-    assert numbers.minus("crossmae", "mae", "20-NN") == "**+2.8**"
-    assert numbers.minus("imae", "mae", "20-NN") == "+0.0"
-    del numbers.found["imae", "20-NN"][2]
-    assert numbers.minus("imae", "mae", "20-NN") == ""     # fewer than three seeds
-
-
-def test_picture():
-    """Each run of 20-NN is a small dot, a cell's means are a large one, and no label covers any."""
+def test_dots():
+    """Each run of 20-NN is a small dot, and a cell's means are a large one."""
     for numbers in results.read_numbers(ROOT / results.OUT):
-        series, columns = [*results.dots_of(numbers)], (results.PIXELS, "20-NN")
-        for encoder, _, points, center in series:
-            assert sorted(y for _, y in points) == sorted(numbers.values(encoder, "20-NN"))
-            for value, column in zip(center, columns):
-                places = results.precision(column)[0]
-                assert numbers.cell(encoder, column).startswith(f"{value:.{places}f} ")
-        svg = results.panel("", "", "", series)
-        dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="(\d)"', svg)
-        assert len(dots) == sum(len(points) + 1 for _, _, points, _ in series)
-        for _, label, *_ in series:
-            x, y = map(float, re.search(rf'x="(\S+)" y="(\S+)" [^>]*>{label}<', svg).groups())
-            for cx, cy, r in (map(float, dot) for dot in dots):
-                assert abs(cx - x) > r + 3.5 * len(label) or not -r < y - cy + 3 < r + 15
+        found, columns = {}, (results.PIXELS, "20-NN")
+        for name, kind, points in results.dots_of(numbers):
+            found.setdefault(name, {})[kind] = points
+        for encoder, name in results.NAMES.items():
+            if name in found:
+                runs = sorted(y for _, y in found[name]["dot"])
+                assert runs == sorted(numbers.values(encoder, "20-NN"))
+                for value, column in zip(*found[name]["mean"], columns):
+                    places = results.precision(column)[0]
+                    assert numbers.cell(encoder, column).startswith(f"{value:.{places}f} ")
+        assert len(found) >= 4
 
 
-def test_curves():
-    """recipe.svg has a dot for each epoch of each log in which the panel's column was measured."""
-    curves = [series for column in results.RECIPE
-              for series in results.curves_of(ROOT / "tests/logs", column)]
-    svg = (ROOT / ".github/recipe.svg").read_text(encoding="utf-8")
-    assert svg.count("<circle") == sum(len(points) for _, _, points, _ in curves) > 0
-    assert all(f">{name}</text>" in svg for _, name, _, _ in curves)
+def test_curves(tmp_path):
+    """A dropped log is a line. Its cost begins where pretraining ends: 100 epochs, which cost as
+    much as 27.3 with labels. In pays.svg, lines have the numbers of the table."""
+    rows = '{"epoch": 1, "top1": 50}\n{"epoch": 2}\n{"epoch": 47, "top1": 80}\n'
+    for name in ("from_scratch_47", "after_pretraining_50", "pretraining"):
+        (tmp_path / f"recipe_{name}.jsonl").write_text(rows, encoding="utf-8")
+    assert [*results.recipe_curves(tmp_path)] == [
+        (f"{name}, 47 epochs", "line", [(1, 50), (47, 80)]) for name in (
+            "after pretraining", "from scratch")]
+    pretrained, scratch = results.recipe_curves(tmp_path, by_cost=True)
+    assert scratch[2] == [(1, 50), (47, 80)]
+    assert [x for x, _ in pretrained[2]] == pytest.approx([28.27, 74.27], abs=0.01)
+    micro, = (x for x in results.read_numbers(ROOT / results.OUT) if x.size == "micro")
+    for labels in (1, 0.1, 0.01):
+        drawn = [(name, f"{cost:.1f}", f"{top1:.1f} ± {std:.1f}") for name, _, points in
+                 results.pays_curves(micro, labels) for cost, top1, std in points]
+        table = [row.split(" | ") for row in results.pays_table(micro).splitlines()[2:]]
+        assert sorted(drawn) == sorted((row[1], row[3], row[4].strip(" |")) for row in table
+                                       if row[0] == f"| {labels:.0%}")
+
+
+def test_costs():
+    """What pretraining costs relative to MAE: longer training and a teacher count."""
+    costs = {name: results.cost(name, "micro") for name in results.ENCODERS}
+    ratio = float(costs["crossmae_25_long"]) / float(costs["crossmae_25"])
+    assert ratio == pytest.approx(1.6, abs=0.02) and costs["untrained"] == ""
+    alone, teacher = re.fullmatch(r"(.*) \((.*)\)", costs["imae"]).groups()
+    assert costs["mae"] == "1.00" and float(teacher) == float(alone) + 1
+    model = results.METHODS["imae"](32, 4, 3, **results.SIZES["micro"],
+                                    **results.METHODS["imae"].low_res_config)
+    bare = results.flops_of_step(lambda B: model(results.torch.zeros(B, 3, 32, 32))[0], 64) / 128
+    assert bare < results.multiply_adds("imae", "micro") < 1.5 * bare  # a forward pass, no backward
 
 
 def test_the_study_of_pretraining_is_for_micro(tmp_path, capsys):
@@ -142,10 +117,11 @@ def test_cost_of_pretraining():
 
 def test_tables_are_up_to_date(tmp_path):
     pages = ["README.md", "tests/docs/RESULTS.md", "tests/docs/RECIPE.md"]
-    for name in (*pages, "tests/logs/results.jsonl"):
+    logs = [path.relative_to(ROOT) for path in ROOT.glob("tests/logs/*.jsonl")]
+    for name in (*pages, *logs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".github").mkdir()
     results.write_tables(tmp_path / "tests")
-    for name in (*pages, ".github/results.svg", ".github/pays.svg"):
+    for name in (*pages, *(f".github/{x}.svg" for x in ("results", "pays", "recipe"))):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), name

@@ -1,0 +1,349 @@
+"""Compare methods over seeds, with the commands a user types:
+
+    python -m tests.compare mae yours:momentum=0.99 --data cifar10 --seeds 0 1 2
+
+Each method, with its own flags after colons, is pretrained with each seed and evaluated. The
+tables show mean ± standard deviation, the differences from the first method seed by seed, and
+whether they are clear by the rule in tests/docs/RESULTS.md. Other flags go to pretraining. In
+imae:teacher={mae}, {mae} is the checkpoint of the method mae with the same seed.
+
+Each result is a line of --out. Repeat a command to continue where it stopped. If a method's file or
+vit.py has changed since, the method is trained again.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import zlib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import mean, stdev
+from threading import Event, Lock
+
+import torch
+
+import vit
+from tests.lib.plot import draw
+from train import METHODS, as_table, count, in_range
+from vit import SIZES, InputError, require
+
+PIXELS = "random 0.750 psnr_masked"                        # a number from --eval
+COLUMNS = {  # column: what evaluates it
+    "pixels": "train.py --eval {file} --mask_ratios 0.75 --leak_free",
+    "20-NN": "finetune.py --mode knn --checkpoint {file} --seed {seed}",
+    "linear": "finetune.py --mode linear --checkpoint {file} --seed {seed}",
+    **{f"{labels:.0%}": f"finetune.py --labels {labels} --checkpoint {{file}} --seed {{seed}}"
+       for labels in (0.01, 0.1, 1)}}
+TITLES = {PIXELS: "PSNR of masked pixels, dB", "20-NN": "20-NN accuracy, %",
+          "linear": "linear accuracy, %", "1%": "fine-tuned, 1% of labels, %",
+          "10%": "fine-tuned, 10% of labels, %", "100%": "fine-tuned, all labels, %"}
+
+
+# ------------------------------------------------------------------------------------ what to run
+def method_of(spec):
+    """Return the class of a spec such as "mae:mask_ratio=0.5"."""
+    name = spec.split(":")[0]
+    require(name in METHODS, f"{name} is not in METHODS of train.py: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def source_of(spec):
+    """Return a number for the code, without its comments, of vit.py, of a spec's class and of this
+    class's parents. Those in braces count as well."""
+    modules = {"vit", *(cls.__module__ for each in (spec, *re.findall(r"{(.*?)}", spec))
+                        for cls in method_of(each).__mro__)}
+    files = [Path(vit.__file__).with_name(f"{name}.py") for name in sorted(modules)]
+    code = [ast.unparse(ast.parse(file.read_bytes())) for file in files if file.exists()]
+    return f"{zlib.crc32(''.join(code).encode()):08x}"
+
+
+def slug(words):
+    return re.sub(r"[^\w.]+", "-", words).strip("-")
+
+
+def pretraining(spec, args, seed, runs, name_of=slug):
+    """Yield the commands that pretrain a spec, those in its braces first."""
+    for inner in re.findall(r"{(.*?)}", spec):
+        yield from pretraining(inner, args, seed, runs, name_of)
+    given = re.sub(r"{(.*?)}", lambda found: f"{runs}/{name_of(found[1])}/last.pt", spec)
+    method, *options = given.split(":")
+    flags = [word for option in options for word in f"--{option}".split("=", 1)]
+    yield shlex.join(["python", "train.py", "--method", method, "--data", args.data, "--size",
+                      args.size, "--epochs", f"{args.epochs}", "--seed", f"{seed}",
+                      *args.pretraining, *flags, "--runs", runs, "--name", name_of(spec)])
+
+
+def chain(spec, args, seed, runs):
+    """Yield (column, command) for all that a spec needs; pretraining has the column None."""
+    def name_of(spec):                                     # changed code is another run
+        return f"{slug(spec)}_{source_of(spec)}"
+    for command in pretraining(spec, args, seed, runs, name_of):
+        yield None, command
+    for column in args.columns:
+        if column != "pixels" or getattr(method_of(spec), "reconstruct", None):
+            command = COLUMNS[column].format(file=f"{runs}/{name_of(spec)}/last.pt", seed=seed)
+            run = ["--eval_every", "1000", "--runs", runs, "--name",
+                   f"{name_of(spec)}_{column.strip('%')}"]
+            yield column, shlex.join(["python", *command.split(), "--data", args.data,
+                                      *run * (column not in ("pixels", "20-NN"))])
+
+
+# ---------------------------------------------------------------------------------------- running
+RUNNING = []                                               # processes
+
+
+class Failed(Exception):
+    """Names a command that failed, and its last line."""
+
+
+def read_lines(path):
+    """Return the dicts in a .jsonl file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def numbers_in(text):
+    """Return the numbers in printed tables, named after row and column: {"random 0.750
+    psnr_masked": dB, "alpha 0.200 branch subordinate": R^2, ...}."""
+    found, heads = {}, []
+    for words in (re.split("  +", line.strip()) for line in text.splitlines()):
+        if words[0] in ("checkpoint", "alpha", "block"):   # a table begins
+            heads = words
+        elif len(words) == len(heads):                     # a row of it
+            row, first = ([heads[0], words[0]], 1) if heads[0] != "checkpoint" else (words[1:3], 3)
+            for head, word in zip(heads[first:], words[first:]):
+                with suppress(ValueError):
+                    found[" ".join([*row, head])] = float(word)
+    return found
+
+
+def run(command, title="", environment={}):
+    """Run a command, or several joined by "&&", resuming what an earlier call began. Returns its
+    numbers, if any."""
+    print(f"\n{title}: {command}", flush=True)
+    folder, printed = re.search(r"--runs (\S+) --name (\S+)", command), ""
+    for part in command.split(" && "):
+        begun = folder and Path(*folder.groups()).exists()
+        words = [sys.executable, *shlex.split(part)[1:], *["--resume"] * bool(begun)]
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+            errors="replace", env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment})
+        RUNNING.append(process)
+        for line in filter(str.strip, process.stdout):
+            print(f"{title}: {line}", end="", flush=True)
+            printed += line
+        RUNNING.remove(process)
+        if process.wait():
+            raise Failed(f"{title}: failed with exit code {process.returncode}\n  {part}\n  "
+                         f"{(printed.strip().splitlines() or ['(it printed nothing)'])[-1]}")
+    if folder:
+        last = read_lines(Path(*folder.groups(), "log.jsonl"))[-1]
+        return {"top1": last["top1"]} if "top1" in last else {}
+    accuracy = re.search(r"top1 ([\d.]+)", printed)
+    return {"top1": float(accuracy[1])} if accuracy else numbers_in(printed)
+
+
+def environments(jobs):
+    """Return the environment of each job: its GPU, or its part of the cores."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count())))
+    if torch.cuda.is_available() and gpus:
+        gpus = gpus.split(",")
+        return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(jobs)]
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return [{"OMP_NUM_THREADS": str(max(1, cores // jobs)), **os.environ}] * jobs
+
+
+def run_all(chains, out, jobs=1):
+    """Run chains of commands, `jobs` at a time, and add each result to the file `out`. A chain is
+    (keys, [(column, command), ...]). The keys, e.g. encoder and seed, are in each of its lines. A
+    result that has such a line is not computed again; if all have, nothing runs. If a command
+    fails, the others continue. Returns what failed, in words."""
+    cpu = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").split(": ")[-1]
+    commit = subprocess.getoutput("git rev-parse --short HEAD")
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    made = f"commit {commit}, torch {torch.__version__.split('+')[0]}, {machine}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()
+    lines, failed, free, stopped = read_lines(out), [], SimpleQueue(), Event()
+    locks = {command: Lock() for _, commands in chains for _, command in commands}
+    for environment in environments(jobs):
+        free.put(environment)
+
+    def work(keys, commands):
+        done = {line["column"] for line in lines if keys.items() <= line.items()}
+        asked = [(column, command) for column, command in commands if column not in done]
+        environment, title = free.get(), f"{keys['encoder']}, seed {keys['seed']}"
+        for column, command in asked if any(column for column, _ in asked) else ():
+            if stopped.is_set():
+                break
+            try:
+                with locks[command]:                       # two may need one teacher
+                    numbers = run(command, title, environment)
+            except Failed as error:
+                failed.append(str(error))
+                if column is None:                         # without it, the others fail as well
+                    break
+            else:
+                line = dict(keys, column=column, command=re.sub(" --eval_every.*", "", command),
+                            made=f"{time.strftime('%Y-%m-%d')}, {made}", numbers=numbers)
+                with out.open("a", encoding="utf-8") as file:
+                    file.write((json.dumps(line, separators=(",", ":")) + "\n") * bool(column))
+        free.put(environment)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for future in [pool.submit(work, *each) for each in chains]:
+            future.result()
+    finally:                                               # after Ctrl-C, nothing goes on
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*RUNNING]:
+            process.terminate()
+    return failed
+
+
+# --------------------------------------------------------------------------- numbers and the rule
+class Numbers:
+    """All numbers of one table: found[encoder, column] is {seed: [number of each run]}."""
+
+    def __init__(self, table, lines):
+        self.table, self.title = table, re.search(r"ViT-\w+, \d+ epochs", table)[0]
+        self.size = re.search(r"ViT-(\w+)", table)[1]
+        self.found = defaultdict(lambda: defaultdict(list))
+        for line in lines:
+            for name, number in line["numbers"].items():
+                column = line["column"] if name == "top1" else name
+                self.found[line["encoder"], column][line["seed"]].append(number)
+
+    def values(self, encoder, column):
+        """Return the numbers of all runs, with all seeds."""
+        return sum(self.found[encoder, column].values(), [])
+
+    def cell(self, encoder, column):
+        """Return mean ± sample standard deviation over all runs; "" if there are none."""
+        values, places = self.values(encoder, column), precision(column)[0]
+        spread = f" ± {stdev(values):.{places}f}" if len(values) > 1 else ""
+        return f"{mean(values):.{places}f}{spread}" if values else ""
+
+    def differences(self, a, b, column, column_b=None):
+        """Return A - B for each run of A and each run of B with the same seed, {seed: [...]}."""
+        a, b = self.found[a, column], self.found[b, column_b or column]
+        return {seed: [x - y for x in a[seed] for y in b[seed]] for seed in sorted(a.keys() & b)}
+
+    def minus(self, a, b, column, column_b=None):
+        """Return the mean of these differences, bold if it is clear by the rule in RESULTS.md; ""
+        with fewer than three seeds."""
+        by_seed, places = self.differences(a, b, column, column_b), precision(column)[0]
+        if len(by_seed) < 3:
+            return ""
+        values = sum(by_seed.values(), [])
+        text = f"{mean(values):+.{places}f}"
+        return f"**{text}**" if is_clear(values, column) else text
+
+
+def is_clear(values, column):
+    """Return whether the mean of differences is clear: the rule of RESULTS.md."""
+    return abs(mean(values)) > max(2 * stdev(values), precision(column)[1])
+
+
+def precision(column):
+    """Return the number of decimals to print, and the floor that a mean difference must exceed."""
+    if column.split(",")[0] in COLUMNS:
+        return 1, 0.5                                      # points of accuracy
+    return (3, 0.005) if re.match("alpha|block sum", column) else (2, 0.02)    # R^2, attention; dB
+
+
+def read_numbers(path):
+    """Return the Numbers of each table in a .jsonl file."""
+    found = defaultdict(list)
+    for line in read_lines(path):
+        found[line["table"]].append(line)
+    return [Numbers(table, lines) for table, lines in found.items()]
+
+
+# --------------------------------------------------------------------------------- the comparison
+def table_of(numbers, specs, column):
+    """Return rows (dicts) for a column: mean ± std of each spec, and how it differs from the first.
+    """
+    rows, places = [], precision(column)[0]
+    for spec in specs:
+        by_seed = numbers.differences(spec, specs[0], column) if spec != specs[0] else {}
+        values = sum(by_seed.values(), [])
+        verdict = "" if spec == specs[0] else "needs three seeds"
+        if len(by_seed) >= 3:
+            verdict = "clear" if is_clear(values, column) else "not clear"
+        rows.append({
+            TITLES[column]: spec, "mean ± std": numbers.cell(spec, column),
+            f"minus {specs[0]}, by seed": "  ".join(f"{x:+.{places}f}" for x in values),
+            "mean": f"{mean(values):+.{places}f}" if values else "", "by the rule": verdict})
+    return rows
+
+
+def picture(path, numbers, specs, columns):
+    """Draw a panel for each column: small dots are runs, large ones means."""
+    panels = []
+    for column in columns:
+        found = [(i, spec, numbers.values(spec, column)) for i, spec in enumerate(specs)]
+        series = [each for i, spec, values in found if values for each in (
+            (spec, "dot", [(i, value) for value in values]), (spec, "mean", [(i, mean(values))]))]
+        panels.append(dict(title=TITLES[column], x="", series=series))
+    draw(path, panels, per_row=2)
+
+
+def main(argv=None):
+    """Run `python -m tests.compare` with the arguments `argv`. Returns the number of commands that
+    failed."""
+    parser = argparse.ArgumentParser("tests.compare", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("methods", nargs="+", metavar="NAME[:FLAG=VALUE]", help="the first is the reference")
+    option("--data", default="shapes", help="as in train.py (shapes)")
+    option("--size", choices=SIZES, default="micro", help="(micro)")
+    option("--epochs", type=count, default=10, help="of pretraining (10)")
+    option("--seeds", nargs="+", type=in_range(int, 0), default=[0, 1, 2], metavar="N",
+           help="(0 1 2)")
+    option("--columns", nargs="+", choices=COLUMNS, metavar="NAME", help=", ".join(COLUMNS) +
+           " (pixels 20-NN linear 10%%)", default=["pixels", "20-NN", "linear", "10%"])
+    option("--jobs", type=count, default=1, help="commands at a time, on GPUs or cores (1)")
+    option("--out", type=Path, default=Path("runs/compare.jsonl"), help="(runs/compare.jsonl)")
+    args, args.pretraining = parser.parse_known_args(argv)
+    table = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
+    sources = {spec: source_of(spec) for spec in args.methods}
+    failed = run_all([
+        (dict(table=table, encoder=spec, seed=seed, source=sources[spec]),
+         [*chain(spec, args, seed, f"runs/compare/{slug(table)}/{seed}")])
+        for seed, spec in product(args.seeds, args.methods)], args.out, args.jobs)
+    numbers = Numbers(table, [
+        line for line in read_lines(args.out) if line["table"] == table and line["seed"] in
+        args.seeds and line.get("source") == sources.get(line["encoder"], "")])
+    print(f"\n{table}")
+    columns = [PIXELS if column == "pixels" else column for column in args.columns]
+    measured = [x for x in columns if any(numbers.values(spec, x) for spec in args.methods)]
+    for column in measured:
+        print(f"\n{as_table(table_of(numbers, args.methods, column))}")
+    if measured:
+        picture(args.out.with_suffix(".svg"), numbers, args.methods, measured)
+        print(f"\nsee     {args.out} {args.out.with_suffix('.svg')}")
+    if failed:
+        print("", *failed, sep="\n")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(min(1, main()))
+    except (InputError, OSError) as error:
+        sys.exit(f"tests.compare: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; repeat the command to continue")

@@ -1,0 +1,72 @@
+"""Draw loss, PSNR and accuracy of runs by epoch, side by side:
+
+    python -m tests.curves runs/mae_shapes runs/crossmae_shapes
+
+A run is its folder or a .jsonl file. The curves of one run are saved as curves.svg in its folder,
+those of several in the current folder. Pretraining and fine-tuning can be in one picture.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+from tests.lib.plot import draw
+from vit import InputError, require
+
+COLUMNS = {"loss": "loss", "psnr_masked": "masked PSNR, dB", "top1": "accuracy, %"}
+
+
+def read_rows(run):
+    """Return the rows of a run's log.jsonl."""
+    path = Path(run, "log.jsonl") if Path(run).is_dir() else Path(run)
+    require(path.exists(), f"{path} does not exist")
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [row for row in rows if "epoch" in row]
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} is no log of train.py or finetune.py: {error}") from None
+
+
+def name_runs(runs):
+    """Return a short name for each run: its folder or file or, if two are equal, its path."""
+    paths = [Path(run).parent if Path(run).name == "log.jsonl" else Path(run) for run in runs]
+    names = [path.absolute().name.removesuffix(".jsonl") for path in paths]
+    return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
+
+
+def panels_of(runs):
+    """Return a panel for each of COLUMNS that a run has. Rows without a number are left out, so a
+    line joins the others."""
+    logs, panels = [*zip(name_runs(runs), map(read_rows, runs))], []
+    for column, title in COLUMNS.items():
+        series = [(name, "line", [(row["epoch"], row[column]) for row in rows
+                                  if math.isfinite(row.get(column, math.nan))])
+                  for name, rows in logs]
+        series = [each for each in series if each[2]]
+        panels += [dict(title=title, x="epoch", series=series)] * bool(series)
+    require(panels, f"{' '.join(map(str, runs))}: no row has {', '.join(COLUMNS)}")
+    return panels
+
+
+def main(argv=None):
+    """Run `python -m tests.curves` with the arguments `argv`. Returns the path of the picture."""
+    parser = argparse.ArgumentParser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder or a .jsonl file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(curves.svg, see above)")
+    args = parser.parse_args(argv)
+    folder = Path(args.runs[0]) if len(args.runs) == 1 and Path(args.runs[0]).is_dir() else Path()
+    out = args.out or folder / "curves.svg"
+    draw(out, panels_of(args.runs))
+    print(f"see     {out}")
+    return out
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, OSError) as error:
+        sys.exit(f"tests.curves: error: {error}")

@@ -1,0 +1,130 @@
+"""Draw points and lines in panels: an SVG for light and dark pages, wide and narrow ones."""
+
+import math
+from html import escape
+
+WIDTH, HEIGHT, LEFT, GAP = 830, 270, 66, 16                # HEIGHT: of the axes; LEFT: its numbers
+FONT = 16, 25                                              # on a wide page, and on a narrow one
+SHAPES = (  # circle, square, diamond, triangle, hexagon, cross: colours alone do not suffice
+    "M-1 0a1 1 0 1 0 2 0a1 1 0 1 0-2 0z", "M-.9-.9H.9V.9H-.9z", "M0-1.3 1.3 0 0 1.3-1.3 0z",
+    "M0-1.2 1.2 .9H-1.2z", "M-1.1 0-.5-.9H.5L1.1 0 .5 .9H-.5z",
+    "M-1.1-.4H-.4V-1.1H.4V-.4H1.1V.4H.4V1.1H-.4V.4H-1.1z")
+LIGHT = "#0969da #bc4c00 #1a7f37 #8250df #bf3989 #9a6700 #0e7c86 #57606a".split()
+DARK = "#58a6ff #f0883e #3fb950 #bc8cff #f778ba #d29922 #39c5cf #8b949e".split()
+STYLE = """
+text { font: %dpx -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.back { fill: #fff } .grid { stroke: #d0d7de } .dot { opacity: .5 } .title { font-weight: 600 }
+.line { fill: none; stroke: currentColor; stroke-width: 2 } .mark { fill: currentColor }
+@media (max-width: 560px) { text { font-size: %dpx } }
+%s
+@media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .back { fill: #0d1117 }
+.grid { stroke: #30363d } .dot { opacity: .7 }
+%s }
+""" % (*FONT, *(" ".join(f".c{i} {{ color: {colour} }}" for i, colour in enumerate(colours))
+                for colours in (LIGHT, DARK)))
+
+
+def round_values(low, high, most):
+    """Return at most `most` round values from low to high, to mark on an axis."""
+    smallest = math.floor(math.log10(high - low)) - 1
+    steps = (a * 10.0 ** e for e in range(smallest, smallest + 4) for a in (1, 2, 5))
+    step = next(step for step in steps if (high - low) / step <= most - 1)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def limits(points, axis, span=0.0):
+    """Return the ends of the x axis (0) or of the y axis (1), with bars and a margin, and at least
+    `span` apart."""
+    values = [p[axis] + bar for p in points for bar in ((-p[2], p[2]) if axis and p[2:] else (0,))]
+    low, high = min(values), max(values)
+    more = max(0.06 * (high - low) or 0.1 * abs(high) or 1, (span - high + low) / 2)
+    return low - more, high + more
+
+
+def text(x, y, words, cls="", anchor="middle"):
+    return (f'<text class="{cls}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
+            f'{escape(words)}</text>')
+
+
+def mark(i, x, y, size, cls=""):
+    """Return the mark of label i."""
+    return (f'<path class="mark c{i % len(LIGHT)} {cls}" d="{SHAPES[i % len(SHAPES)]}" '
+            f'transform="translate({x:.2f} {y:.2f}) scale({size})"/>')
+
+
+def legend(labels):
+    """Return the labels with their marks, in rows, and the height of these rows."""
+    parts, x, y = [], 0, 26
+    for i, label in enumerate(labels):
+        width = 44 + 0.53 * FONT[1] * len(label)
+        if x and x + width > WIDTH:
+            x, y = 0, y + 34
+        parts += [mark(i, x + 18, y - 6, 6), text(x + 32, y, label, anchor="start")]
+        x += width
+    return parts, y + 8
+
+
+def draw_panel(panel, labels, box, ends, numbered):
+    """Return a panel. box: left, top, right and bottom of its axes in pixels. ends: the first and
+    the last value of each axis. numbered: whether the y axis has numbers."""
+    left, top, right, bottom = box
+    (x0, x1), (y0, y1) = ends
+
+    def x_of(x):
+        return left + (x - x0) / (x1 - x0) * (right - left)
+
+    def y_of(y):
+        return bottom + (y - y0) / (y1 - y0) * (top - bottom)
+    parts = [text(left, top - 12, panel["title"], "title", "start")]
+    for x in round_values(x0, x1, 6) if panel["x"] else ():
+        parts += [f'<path class="grid" d="M{x_of(x):.1f} {top}V{bottom}"/>',
+                  text(x_of(x), bottom + 25, f"{x:.9g}")]
+    for y in round_values(y0, y1, 8):
+        parts.append(f'<path class="grid" d="M{left:.1f} {y_of(y):.1f}H{right:.1f}"/>')
+        parts += [text(left - 8, y_of(y) + 6, f"{y:.9g}", anchor="end")] * numbered
+    for label, kind, points in panel["series"]:
+        i = labels.index(label)
+        places = [(x_of(x), y_of(y)) for x, y, *_ in points]
+        if kind == "line":
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline class="line c{i % len(LIGHT)}" points="{path}"/>')
+        parts += [f'<path class="line c{i % len(LIGHT)}" d="M{x_of(x):.1f} {y_of(y - std):.1f}V'
+                  f'{y_of(y + std):.1f}"/>' for x, y, std in (p for p in points if len(p) == 3)]
+        size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
+        every = max(1, len(places) // 20) if kind == "line" else 1     # more would cover the line
+        parts += [mark(i, x, y, size, "dot" * (kind == "dot")) for x, y in places[::every]]
+    return parts
+
+
+def draw(path, panels, alike="", per_row=3):
+    """Write panels to an SVG file, below a legend. A panel is a dict: `title`, which says what y
+    is; `x`, the name of its axis ("": no numbers); `series`, a list of (label, kind, points). The
+    kind is "line", "dot" or "mean" (a large dot). A point is (x, y) or, with a bar, (x, y, std).
+    alike: "y" gives all panels one y axis; with "scale", a unit is equally long in all."""
+    labels = [*dict.fromkeys(label for panel in panels for label, *_ in panel["series"])]
+    points = [sum((found for *_, found in panel["series"]), []) for panel in panels]
+    ends = [[limits(found, axis) for axis in (0, 1)] for found in points]
+    if alike == "y":
+        ends = [[x_ends, limits(sum(points, []), 1)] for x_ends, _ in ends]
+    elif alike == "scale":
+        spans = [max(high - low for low, high in pairs) for pairs in zip(*ends)]
+        ends = [[limits(found, axis, spans[axis]) for axis in (0, 1)] for found in points]
+    parts, y = legend(labels)
+    for start in range(0, len(panels), per_row):
+        row, left = panels[start:start + per_row], 0.0
+        margins = [LEFT] + [0 if alike == "y" else LEFT] * (len(row) - 1)
+        width, top = (WIDTH - sum(margins)) / len(row) - GAP, y + 40
+        names = {panel["x"] for panel in row}              # one name for the row, if all have it
+        for panel, margin, its_ends in zip(row, margins, ends[start:]):
+            box = left + margin, top, left + margin + width, top + HEIGHT
+            parts += draw_panel(panel, labels, box, its_ends, margin > 0)
+            if len(names) > 1:
+                parts.append(text((box[0] + box[2]) / 2, top + HEIGHT + 54, panel["x"]))
+            left = box[2] + GAP
+        if len(names) == 1:
+            parts.append(text((LEFT + WIDTH) / 2, top + HEIGHT + 54, *names))
+        y = top + HEIGHT + (62 if any(names) else 10)
+    path.write_text("\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {y + 6}">',
+        f'<style>{STYLE}</style><rect class="back" width="100%" height="100%" rx="6"/>',
+        *parts, "</svg>\n"]), encoding="utf-8")

@@ -1,0 +1,234 @@
+"""tests/compare.py: which commands it runs, how it goes on, the numbers that it reads, its rule."""
+
+import importlib
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import compare
+from tests.unit.conftest import parsed
+from vit import InputError
+
+ARGS = SimpleNamespace(data="shapes", size="tiny", epochs=7, columns=[*compare.COLUMNS],
+                       pretraining=["--batch_size", "8"])
+
+
+@pytest.mark.parametrize("spec", ["mae", "crossmae:prediction_ratio=0.25:epochs=9:compile",
+                                  "imae:teacher={mae:mask_ratio=0.5}"])
+def test_commands(spec, monkeypatch):
+    """They parse. A spec's own flags come last, so they win. All are for one seed, and use only
+    checkpoints that earlier ones have made. Without pixels, features alone are compared."""
+    made, chain = {}, [*compare.chain(spec, ARGS, 5, "R")]
+    for column, command in chain:
+        script, *words = command.split()[1:]
+        run = parsed(script, words)
+        for file in re.findall(r"R/(\S+)/last.pt", command):
+            assert file in made
+        if column is None:
+            made[run.name] = run
+            assert (run.size, run.batch_size, run.runs) == ("tiny", 8, "R")
+        assert run.data == "shapes" and (column == "pixels" or run.seed == 5)
+    assert [column for column, _ in chain if column] == [*compare.COLUMNS]
+    run = [*made.values()][-1]
+    assert run.method == spec.split(":")[0] and run.epochs == (9 if "epochs" in spec else 7)
+    if "teacher" in spec:
+        assert [x.method for x in made.values()] == ["mae", "imae"]
+        assert run.teacher == f"R/{[*made][0]}/last.pt" and [*made.values()][0].mask_ratio == 0.5
+    pixels = dict(chain)["pixels"].split()
+    assert parsed(pixels[1], pixels[2:]).leak_free         # normalised targets get no help
+    columns = {column: parsed(*command.split()[1:2], command.split()[2:])
+               for column, command in chain if column not in (None, "pixels")}
+    assert {key: run.labels for key, run in columns.items()} == {
+        "20-NN": 1, "linear": 1, "1%": 0.01, "10%": 0.1, "100%": 1}
+    assert [columns[x].mode for x in ("20-NN", "linear", "10%")] == ["knn", "linear", "finetune"]
+    monkeypatch.setattr(compare.method_of(spec), "reconstruct", None)
+    assert "pixels" not in dict(compare.chain(spec, ARGS, 5, "R"))
+
+
+def test_changed_code_is_another_run(monkeypatch, tmp_path):
+    """Code of the class, of its parents and of vit.py counts, but no comments."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compare.vit, "__file__", str(tmp_path / "vit.py"))
+    files = {"vit": "x = 1", "parent_of": "class Parent:\n    a = 1", "imae": "c = 1",
+             "mine": "from parent_of import Parent\nclass Mine(Parent):\n    b = 1"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setitem(compare.METHODS, "mine", importlib.import_module("mine").Mine)
+    first = compare.source_of("mine:teacher={imae}")
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(f"{text}  # a comment")
+        assert compare.source_of("mine:teacher={imae}") == first
+        (tmp_path / f"{name}.py").write_text(text.replace("1", "2"))
+        assert compare.source_of("mine:teacher={imae}") != first
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(InputError, match="nir is not in METHODS of train.py: mae, "):
+        compare.source_of("nir")
+
+
+def test_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    """Only results without a line are computed, after their encoder. A failed command is named, and
+    what needs it does not run."""
+    done, out, bad = [], tmp_path / "new/x.jsonl", set()
+
+    def run(command, *_):
+        if command in bad:
+            raise compare.Failed(f"{command} failed")
+        done.append(command)
+        return {"top1": 50.0}
+    monkeypatch.setattr(compare, "run", run)
+
+    def run_all(source="0", jobs=1):
+        done.clear()
+        chains = [(dict(table="t", encoder=name, seed=0, source=source), [
+            (None, f"{name}: train"), ("linear", f"{name}: linear"), ("10%", f"{name}: 10%")])
+            for name in "ab"]
+        failed = compare.run_all(chains, out, jobs)
+        return failed, sorted(done), [(x["encoder"], x["column"]) for x in compare.read_lines(out)]
+    bad |= {"a: train", "b: linear"}
+    assert run_all() == (["a: train failed", "b: linear failed"], ["b: 10%", "b: train"],
+                         [("b", "10%")])
+    bad.clear()
+    failed, ran, lines = run_all(jobs=2)
+    assert not failed and "b: 10%" not in ran and len(ran) == 5 and len(lines) == 4
+    assert run_all() == ([], [], lines)
+    assert len(run_all(source="1")[1]) == 6                # other code
+    line = compare.read_lines(out)[-1]
+    assert line["numbers"] == {"top1": 50} and "torch" in line["made"] and line["command"]
+
+
+def test_jobs_side_by_side(monkeypatch, tmp_path):
+    """A teacher that two need is never trained twice at once. After an interrupt, nothing starts."""
+    running, done = [], []
+
+    def run(command, *_):
+        assert command not in running
+        running.append(command)
+        time.sleep(0.01 if command == "stop" else 0.3)
+        running.remove(command)
+        done.append(command)
+        if command == "stop":
+            raise KeyboardInterrupt
+        return {"top1": 1.0}
+    monkeypatch.setattr(compare, "run", run)
+    chains = [(dict(encoder=name, seed=0), [(None, "teacher"), ("10%", name)]) for name in "ab"]
+    assert not compare.run_all(chains, tmp_path / "x", 2) and len(done) == 4
+    chains = [(dict(encoder=name, seed=0), [("1%", name), ("10%", f"{name}: more")])
+              for name in ("stop", "c", "d")]
+    with pytest.raises(KeyboardInterrupt):
+        compare.run_all(chains, tmp_path / "x", 2)
+    time.sleep(0.7)
+    assert {*done[4:]} <= {"stop", "c"}
+
+
+def test_a_command_in_a_process(pretrain, folder, monkeypatch):
+    """Its numbers are from the log of its run, or from what it printed. What it began is resumed.
+    If it fails, the error has its last line."""
+    last = pretrain()["history"][-1]
+    root = Path(compare.__file__).parent.parent
+    for file in root.glob("*.py"):
+        Path(file.name).symlink_to(file)
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **more: started.append(words) or popen(
+        words, **more))
+    data = f"--data {folder} --workers 0"
+    numbers = compare.run(f"python train.py --eval runs/mae/last.pt {data} --mask_ratios 0.75 0.5")
+    assert numbers[compare.PIXELS] == pytest.approx(last["psnr_masked"], abs=1e-3)
+    assert len(numbers) == 6 and "--resume" not in started[0]
+    with pytest.raises(compare.Failed) as error:
+        compare.run(f"python finetune.py --checkpoint runs/mae/last.pt {data} --epochs -1 "
+                    "--runs runs --name mae", "mae, seed 0")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "mae, seed 0: failed with exit code 2" and "--epochs -1" in lines[1]
+    assert lines[2].startswith("  finetune.py: error: argument --epochs") and (
+        started[1][-1] == "--resume")
+
+
+def test_numbers_of_a_run(monkeypatch, tmp_path):
+    def prints(text):
+        process = SimpleNamespace(stdout=text.splitlines(keepends=True), wait=lambda: 0)
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
+    prints("top1 12.50, top5 50.00, on 4 images\n")
+    assert compare.run("python finetune.py --mode knn") == {"top1": 12.5}
+    prints("R^2\nalpha  branch subordinate  control subordinate\n0.200  0.103  0.074\n")
+    assert compare.run("python -m tests.analyses") == {
+        "alpha 0.200 branch subordinate": 0.103, "alpha 0.200 control subordinate": 0.074}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/log.jsonl").write_text('{"top1": 1.0}\n{"top1": 2.0}\n')
+    assert compare.run(f"python finetune.py --runs {tmp_path} --name a") == {"top1": 2.0}
+
+
+def test_jobs_share_gpus_or_cores(monkeypatch):
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare.torch.cuda, "device_count", lambda: 2)
+    for visible, gpus in ("", "010"), ("4,7", "474"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert "".join(x["CUDA_VISIBLE_DEVICES"] for x in compare.environments(3)) == gpus
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compare.os, "sched_getaffinity", lambda _: range(9), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [x["OMP_NUM_THREADS"] for x in compare.environments(4)] == ["2"] * 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert compare.environments(4)[3]["OMP_NUM_THREADS"] == "5"
+
+
+SCORES = {"mae": (40.0, 41.0, 42.0), "mae:mask_ratio=0.5": (43.0, 43.5, 44.9),  # +3.0, 2.5, 2.9
+          "hypermae": (40.4, 41.4, 42.4), "minr": (41.5, 41.0, 43.5)}          # +0.4; 1.5, 0, 1.5
+
+
+def test_the_rule():
+    """Differences are between runs of one seed; clear, if above twice their std and the floor."""
+    numbers = compare.Numbers("x, ViT-micro, 10 epochs", [
+        dict(encoder=encoder, column="20-NN", seed=seed, numbers={"top1": score})
+        for encoder, values in SCORES.items() for seed, score in enumerate(values)])
+    assert numbers.cell("mae", "20-NN") == "41.0 ± 1.0"
+    assert numbers.minus("mae:mask_ratio=0.5", "mae", "20-NN") == "**+2.8**"
+    assert numbers.minus("hypermae", "mae", "20-NN") == "+0.4"         # below the floor of 0.5
+    assert numbers.minus("minr", "mae", "20-NN") == "+1.0"             # std 0.87
+    rows = [[*row.values()] for row in compare.table_of(numbers, [*SCORES], "20-NN")]
+    assert rows == [
+        ["mae", "41.0 ± 1.0", "", "", ""],
+        ["mae:mask_ratio=0.5", "43.8 ± 1.0", "+3.0  +2.5  +2.9", "+2.8", "clear"],
+        ["hypermae", "41.4 ± 1.0", "+0.4  +0.4  +0.4", "+0.4", "not clear"],
+        ["minr", "42.0 ± 1.3", "+1.5  +0.0  +1.5", "+1.0", "not clear"]]
+    numbers.found["mae:mask_ratio=0.5", "20-NN"][0].append(46.0)       # a repeat: four pairs
+    assert numbers.differences("mae:mask_ratio=0.5", "mae", "20-NN")[0] == [3, 6]
+    del numbers.found["minr", "20-NN"][2]
+    assert numbers.minus("minr", "mae", "20-NN") == ""
+    assert compare.table_of(numbers, [*SCORES], "20-NN")[3]["by the rule"] == "needs three seeds"
+    assert compare.is_clear([0.021] * 3, compare.PIXELS) and not compare.is_clear(
+        [0.019] * 3, compare.PIXELS)
+
+
+def test_main(monkeypatch, tmp_path, capsys):
+    """It prints a table for each column that is measured, and draws it. Lines of other settings, of
+    other seeds and of older code do not count."""
+    def run(command, *_):
+        method, seed = re.search(r"--method (\w+)", command), re.search(r"/(\d)/", command)
+        if method:
+            return {}
+        if "pool" in command or "crossmae" in command and seed[1] == "2":
+            raise compare.Failed("out of memory")
+        return {"top1": 40 + 5 * ("crossmae" in command) + int(seed[1])}
+    monkeypatch.setattr(compare, "run", run)
+    out = tmp_path / "x.jsonl"
+    words = ["mae", "crossmae", "--out", str(out), "--columns", "20-NN", "--epochs", "3"]
+    assert compare.main([*words, "--seeds", "0", "1", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "shapes, ViT-micro, 3 epochs\n" in said and "42.3" not in said
+    assert re.search(r"crossmae +46\.3 ± 1\.5 +\+5\.0  \+5\.0  \+5\.0 +\+5\.0 +clear", said)
+    out.write_text(out.read_text() + out.read_text().replace('"top1":4', '"top1":9').replace(
+        '"source":"', '"source":"x'))
+    assert compare.main([*words, "--seeds", "0", "1", "2"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"mae +41\.0 ± 1\.0", said) and said.endswith("out of memory\n")
+    assert "needs three seeds" in said
+    svg = out.with_suffix(".svg").read_text()
+    assert svg.count('dot"') == 5 and ">crossmae</text>" in svg
+    with pytest.raises(InputError, match="nir is not in METHODS"):
+        compare.main(["mae", "nir"])

@@ -1,0 +1,98 @@
+"""Pictures of points and lines (tests/lib/plot.py), and the curves of runs (tests/curves.py)."""
+
+import json
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from tests import curves
+from tests.lib.plot import WIDTH, draw, round_values
+from vit import InputError
+
+
+def parts_of(path):
+    """Return [(words, x, y)] of a picture's texts, and [(class, x, y)] of its marks."""
+    svg = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)                            # it is well-formed
+    texts, marks = (re.findall(pattern, svg) for pattern in (
+        r'<text .*?x="(.*?)" y="(.*?)".*?>(.*?)</text>',
+        r'"mark (.*?)" .*?translate\((.*?) (.*?)\) scale\((.*?)\)'))
+    return [(words, float(x), float(y)) for x, y, words in texts], [
+        (f"{kind}{size}", float(x), float(y)) for kind, x, y, size in marks]
+
+
+def test_points_are_where_the_axes_say(tmp_path):
+    """Larger is right and up, and bars end at y ± std. Panels side by side share the name of x."""
+    panel = dict(title="a < b", x="time", series=[
+        ("one", "dot", [(10, 0.4), (30, 0.8)]), ("two", "line", [(10, 0.6, 0.4), (20, 0.4, 0)]),
+        ("one", "mean", [(20, 0.6)])])
+    draw(tmp_path / "x.svg", [panel])
+    texts, marks = parts_of(tmp_path / "x.svg")
+    x_of = {words: x for words, x, _ in texts}             # the numbers at the axes
+    y_of = {words: y - 6 for words, _, y in texts}
+    assert marks[2:] == [(kind, pytest.approx(x_of[x], abs=0.1), pytest.approx(y_of[y], abs=0.1))
+                         for kind, x, y in (("c0 dot4", "10", "0.4"), ("c0 dot4", "30", "0.8"),
+                                            ("c1 3.5", "10", "0.6"), ("c1 3.5", "20", "0.4"),
+                                            ("c0 8", "20", "0.6"))]
+    assert x_of["10"] < x_of["30"] and y_of["0.4"] > y_of["0.8"] and "a &lt; b" in x_of
+    svg = (tmp_path / "x.svg").read_text()
+    bar = map(float, re.search(r'class="line c1" d="M(.*?) (.*?)V(.*?)"', svg).groups())
+    assert [*bar] == pytest.approx([x_of["10"], y_of["0.2"], y_of["1"]], abs=0.1)
+    draw(tmp_path / "x.svg", [panel, dict(panel, x="time")])
+    assert [words for words, *_ in parts_of(tmp_path / "x.svg")[0]].count("time") == 1
+
+
+def test_panels_alike(tmp_path):
+    """One y axis for all, or equally long units; by default, each panel fills its own axes."""
+    panels = [dict(title="", x="x", series=[("a", "dot", points)]) for points in (
+        [(0, 0), (1, 2)], [(5, 20), (9, 26)])]
+    moves = {}
+    for alike in ("", "y", "scale"):
+        draw(tmp_path / "x.svg", panels, alike)
+        texts, marks = parts_of(tmp_path / "x.svg")
+        (x0, y0), (x1, y1), (x2, y2), (x3, y3) = [mark[1:] for mark in marks[1:]]
+        moves[alike] = (x1 - x0) / (x3 - x2), (y0 - y1) / (y2 - y3)
+        assert all(0 < x < WIDTH for _, x, _ in texts + marks)
+    assert moves[""] == pytest.approx((1, 1), abs=0.01)
+    assert moves["scale"] == pytest.approx((1 / 4, 2 / 6), abs=0.01)
+    assert moves["y"][1] == pytest.approx(2 / 6, abs=0.01)
+
+
+def test_round_values():
+    assert round_values(17.55, 18.31, 6) == pytest.approx([17.6, 17.8, 18.0, 18.2])
+    assert round_values(-3e-5, 1.1e-4, 8) == pytest.approx(
+        [-2e-5, 0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4])
+    for low, high in ((0, 1), (0.2, 1e6), (99, 101), (-7, -6.99)):
+        found = round_values(low, high, 6)
+        assert 3 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
+        assert len({round(b - a, 9) for a, b in pairwise(found)}) == 1
+
+
+def test_curves_of_runs(tmp_path, monkeypatch, capsys):
+    """A line goes through the rows that have a number. What a run lacks gets no line, and two runs
+    with one name are told apart."""
+    monkeypatch.chdir(tmp_path)
+    logs = {"a/x": [dict(epoch=i, loss=1 / i, **({"psnr_masked": 10 + i} if i % 2 else {}))
+                    for i in range(1, 6)],
+            "b/x": [dict(epoch=0, top1=12.5), dict(epoch=1, loss=float("nan"), top1=50.0),
+                    dict(epoch=2, loss=2.0, top1=60.0)]}
+    for name, rows in logs.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loss, psnr, top1 = curves.panels_of(["a/x", "b/x/log.jsonl"])
+    assert loss["series"] == [("a/x", "line", [(i, 1 / i) for i in range(1, 6)]),
+                              ("b/x", "line", [(2, 2.0)])]
+    assert psnr["series"] == [("a/x", "line", [(1, 11), (3, 13), (5, 15)])]
+    assert top1["series"] == [("b/x", "line", [(0, 12.5), (1, 50), (2, 60)])]
+    assert curves.panels_of(["a/x"])[0]["series"][0][0] == "x"
+    assert str(curves.main(["a/x"])) == "a/x/curves.svg" and "see " in capsys.readouterr().out
+    assert str(curves.main(["a/x", "b/x"])) == "curves.svg"
+    assert len(parts_of(tmp_path / "curves.svg")[1]) == 2 + (5 + 1) + 3 + 3
+    (tmp_path / "bad.jsonl").write_text("no log")
+    (tmp_path / "none.jsonl").write_text('{"epoch": 1}')
+    for run, part in (("c", "c does not exist"), ("bad.jsonl", "is no log of train.py"),
+                      ("none.jsonl", "no row has loss, psnr_masked, top1")):
+        with pytest.raises(InputError, match=part):
+            curves.main([run])
