@@ -730,14 +730,18 @@ def center_crop(image, img_size, fraction=None):
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright. Transparent images get a white
     background. JPEGs take a path that is twice as fast."""
+    require(Path(file).exists(), f"image {file} does not exist")
     data = Path(file).read_bytes()
     if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
     formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-    with Image.open(file, formats=formats) as image:
-        image.load()
+    try:
+        with Image.open(file, formats=formats) as image:
+            image.load()
+    except Exception:
+        raise InputError(f"cannot read {file}: save it as .jpg or .png") from None
     with suppress(Exception):                              # a broken EXIF field loses no image
         image = ImageOps.exif_transpose(image)
     require(image.mode != "F", "floating-point images are not supported")
@@ -864,9 +868,30 @@ def read_checkpoint(path, heads=None):
     return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config}
 
 
-def load_model(path, methods=METHODS):
+def with_decoder(content, path, norm_pix_loss):
+    """Return method and constructor arguments of a released MAE or CrossMAE with a decoder."""
+    config, state = dict(content["config"]), content["model"]
+    require("decoder_pred.weight" in state, f"{path} has no decoder: it predicts no pixels")
+    blocks = {name.split(".")[1] for name in state if name.startswith("decoder_blocks.")}
+    config.pop("extra_tokens")
+    crossed, name = "decoder_embed.weight" not in state, Path(path).name
+    if crossed or "full" in name:
+        norm_pix_loss = True
+    elif "visualize" in name:
+        norm_pix_loss = False
+    require(norm_pix_loss is not None, f"{path} does not tell whether its targets were normalised: "
+                                       f"pass --norm_pix_loss or --no-norm_pix_loss")
+    return "crossmae" if crossed else "mae", dict(
+        config, norm_pix_loss=norm_pix_loss, decoder_dim=state["mask_token"].shape[2],
+        decoder_depth=len(blocks), decoder_heads=16)
+
+
+def load_model(path, methods=METHODS, norm_pix_loss=None):
     """Return a checkpoint's model in eval mode. Its class_names are those of its training data."""
     content = read_checkpoint(path)
+    if content["method"] is None:
+        content["method"], content["config"] = with_decoder(content, path, norm_pix_loss)
+    require(content["method"] in methods, f"{path}: method {content['method']} is unknown")
     model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
