@@ -730,14 +730,14 @@ def center_crop(image, img_size, fraction=None):
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright. Transparent images get a white
     background. JPEGs take a path that is twice as fast."""
-    require(Path(file).exists(), f"image {file} does not exist")
+    require(Path(file).exists(), f"image {file} does not exist: check its name and folder")
     data = Path(file).read_bytes()
-    if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
-        data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
     # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
     formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
     try:
+        if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):    # a JPEG
+            data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
         with Image.open(file, formats=formats) as image:
             image.load()
     except Exception:
