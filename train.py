@@ -730,7 +730,6 @@ def center_crop(image, img_size, fraction=None):
 def read_image(file):
     """Read an image file as RGB (3,H,W), uint8, rotated upright. Transparent images get a white
     background. JPEGs take a path that is twice as fast."""
-    require(Path(file).exists(), f"image {file} does not exist: check its name and folder")
     data = Path(file).read_bytes()
     # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
     formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
