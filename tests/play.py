@@ -9,7 +9,7 @@ The methods' own files compute what it shows. Your own method needs nothing in t
 has `unmix` like i-MAE or `render` like MINR, the page uses them.
 """
 # The README's play.png (and, with --blink-settings=preferredColorScheme=0, play_dark.png):
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,560 \
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,630 \
 #       --virtual-time-budget=9000 --screenshot=.github/play.png http://127.0.0.1:8000
 
 import argparse
@@ -35,7 +35,7 @@ from train import METHODS, draw_shapes, load_model, name_of
 from vit import InputError, denormalize, mask_noise, normalize, require, visible_count
 
 MODELS = [TRAINED / f"{name}.pt" for name in ("mae", "crossmae", "hypermae", "minr", "imae")]
-IMAGES = sorted(TRAINED.glob("images/*/*/*"), reverse=True)            # val comes before train
+IMAGES = sorted(TRAINED.glob("images/*/*/*"), key=lambda x: (x.parts[-3] != "val", x))
 OURS = re.compile(r"(http://)?(127\.0\.0\.1|localhost)(:\d+)?")        # names of this server
 MOST_BYTES = 20_000_000                                    # in a request
 

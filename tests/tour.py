@@ -599,13 +599,12 @@ def main(argv=None):
     print(f"see     {out}: open it in a browser")
 
 
-# The README's screenshots, .github/tour.png and tour_dark.png, 830 pixels wide, are made like this
-# (dark: with --blink-settings=preferredColorScheme=0):
+# The README's pictures, .github/tour.png and tour_dark.png (with
+# --blink-settings=preferredColorScheme=0), show the page's top and the line that calls encode:
 #   python -m tests.tour mae
-#   sed 's/<details open>/<details>/g
-#        s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
-#       tour_mae.html > rows.html
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
-#       --screenshot=.github/tour.png "file://$PWD/rows.html"
+#   sed 's|</style>|body > :not(.strip, .call), body > .call > :not(details:nth-of-type(2)) {&|
+#        s|</style>| display: none } &|' tour_mae.html > part.html
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,474 \
+#       --screenshot=.github/tour.png "file://$PWD/part.html"
 if __name__ == "__main__":
     main()

@@ -2,14 +2,13 @@
 
 import http.client
 import json
-import os
+import re
 import shutil
 import subprocess
 from base64 import b64decode
 from functools import cache
 from io import BytesIO
-from threading import Thread, Timer
-from time import sleep
+from threading import Thread
 from unittest.mock import patch
 
 import pytest
@@ -208,6 +207,7 @@ def test_bad_requests(send, path, body, words):
 def test_models_and_images(tmp_path, monkeypatch, refused):
     """A method of your own needs nothing. One line says what is wrong with a model or an image."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(play.ThreadingHTTPServer, "serve_forever", lambda _: None)
     for name, own, patch_size in (("a", {}, 4), ("b", {}, 8), ("c", dict(reconstruct=None), 4)):
         own["__module__"] = "tests.unit.conftest"          # a file without a title
         monkeypatch.setitem(train.METHODS, name, type("Own", (MAE,), own))
@@ -269,7 +269,7 @@ def test_answers():
             decibels[kind] = psnr(decoded, images, masked).view(8, 9).mean(0)      # of each image
         gain, loss = decibels["grid"] - decibels["random"], decibels["random"] - decibels["block"]
         assert 0.7 < gain.mean() < 1.5 < loss.mean() < 2.1
-        assert gain.argmin() == 3 and gain[3] < -0.3 and gain.sort()[0][1] > -0.2      # 3: the car
+        assert gain[0] < -0.1 < gain[1:].min()           # mostly: not on the white car
         assert (row["visible"] < row["masked"]) == (name in ("mae", "imae"))
         assert row.get("mask token", 99) > row["masked"] + 2           # MAE can draw visible ones
         assert row["next"] > 2 * row["2 away"] > 3 * row["3 away"] > 3 * row["farther"]
@@ -294,75 +294,41 @@ def test_answers():
     assert nearer[0.3] < -0.2 < nearer[0.5] < 0.2 and nearer[0.6] > 1
 
 
-class Browser:
-    """A page in Chromium, driven through its debugging pipe: browser("Page.enable", key=value)."""
-
-    def __init__(self, url, folder):
-        (theirs, self.commands), (answers, other) = os.pipe(), os.pipe()
-        self.process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{theirs} 4>&{other}', "", CHROMIUM, "--headless",
-             "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", url,
-             f"--user-data-dir={folder}"], pass_fds=(theirs, other), stderr=subprocess.DEVNULL)
-        os.close(theirs)
-        os.close(other)
-        self.answers, self.session = os.fdopen(answers, "rb"), {}
-        pages = [x for x in self("Target.getTargets")["targetInfos"] if x["type"] == "page"]
-        found = self("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
-        self.session = {"sessionId": found["sessionId"]}
-
-    def __call__(self, method, **params):
-        command = dict(id=1, method=method, params=params, **self.session)
-        os.write(self.commands, json.dumps(command).encode() + b"\0")
-        answer = {}
-        while "id" not in answer:                          # otherwise it is an event
-            text = b""
-            while not text.endswith(b"\0"):
-                text += self.answers.read(1) or pytest.fail("Chromium has stopped")
-            answer = json.loads(text[:-1])
-        return answer["result"]
-
-    def js(self, code):
-        return self("Runtime.evaluate", expression=code, returnByValue=True)["result"].get("value")
-
-    def place(self, i):
-        """Return the coordinates of the middle of patch i."""
-        self.js(f"box = document.querySelectorAll('#patches button')[{i}].getBoundingClientRect()")
-        return dict(x=self.js("box.x + box.width / 2"), y=self.js("box.y + box.height / 2"))
+CLICKS = """<script type="module">
+const $$ = query => [...document.querySelectorAll(query)], found = []
+const note = async n => {
+  while (!$$("#count")[0].textContent.startsWith(`${n} of 64`) || $$(".busy").length)
+    await new Promise(done => setTimeout(done, 20))
+  found.push($$(".title b").map(b => b.textContent))
+}
+const point = (kind, i) => {
+  const cell = $$("#patches button")[i]
+  cell.releasePointerCapture = () => {}                    // it would miss a real pointer
+  cell.dispatchEvent(new PointerEvent(kind, { buttons: 1, bubbles: kind == "pointerup" }))
+}
+await note(16)
+$$("#all")[0].click()
+for (const i of [9, 10, 11, 12]) point(i == 9 ? "pointerdown" : "pointerenter", i)
+point("pointerup", 12)
+point("pointerenter", 13)
+await note(60)
+$$("#patches button")[20].click()
+await note(59)
+$$("#patches button")[20].click()
+await note(60)
+document.body.innerHTML = `<pre>${JSON.stringify(found)}</pre>`
+</script>"""
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
-def test_in_a_browser(tmp_path):
-    """The numbers on the page follow a click and a finger. It says if the server has stopped."""
-    server = play.make_server(models())
-    Thread(target=server.serve_forever, daemon=True).start()
-    browser = Browser(f"http://127.0.0.1:{server.server_port}", tmp_path)
-    timer = Timer(100, browser.process.kill)               # then a read below fails
-    timer.start()
-
-    def wait_for(text):
-        while text not in browser.js("document.body.innerText") or browser.js("!!$('.busy')"):
-            sleep(0.05)
-        return browser.js("[...document.querySelectorAll('.title b')].map(b => b.textContent)")
-    try:
-        while browser.js("!document.querySelector('#flat')?.textContent"):
-            sleep(0.05)
-        browser.js("$ = query => document.querySelector(query); $('#all').click()")
-        first = wait_for("64 of 64 patches visible")
-        for kind in ("mousePressed", "mouseReleased"):
-            browser("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1,
-                    **browser.place(9))
-        clicked = wait_for("63 of 64 patches visible")
-        for i in range(4):
-            browser("Input.dispatchTouchEvent", type="touchMove" if i else "touchStart",
-                    touchPoints=[browser.place(20 + i)])
-        browser("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        dragged = wait_for("59 of 64 patches visible")
-        assert all(a != b != c for a, b, c in zip(first, clicked, dragged)) and len(first) == 5
-        server.shutdown()
-        server.server_close()
-        browser.js("document.querySelector('#invert').click()")
-        wait_for("No answer: python -m tests.play has stopped")
-    finally:
-        timer.cancel()
-        browser.process.kill()
-        browser.process.wait()
+def test_in_a_browser(server, monkeypatch):
+    """All numbers on the page follow a drag over four patches, and clicks that hide and show."""
+    page = server.answers["/"](b"")
+    monkeypatch.setitem(server.answers, "/", lambda _: page + CLICKS)
+    made = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
+         "--dump-dom", f"http://127.0.0.1:{server.server_port}"],
+        capture_output=True, encoding="utf-8", timeout=120).stdout
+    found = json.loads(made.split("<pre>")[1].split("</pre>")[0])
+    assert all(re.fullmatch(r"\d+\.\d dB", text) for numbers in found for text in numbers)
+    assert found[0] != found[1] == found[3] != found[2] and len(found[0]) == 5
