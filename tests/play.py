@@ -8,7 +8,7 @@ The page opens in a browser on this computer (from another one, use ssh -L 8000:
 The methods' own files compute what it shows. Your own method needs nothing in this file, but if it
 has `unmix` like i-MAE or `render` like MINR, the page uses them.
 """
-# The README's play.png (and, with --blink-settings=preferredColorScheme=0, play_dark.png):
+# README's play.png (play_dark.png: --blink-settings=preferredColorScheme=0), after a new start:
 #   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,630 \
 #       --virtual-time-budget=9000 --screenshot=.github/play.png http://127.0.0.1:8000
 
