@@ -55,8 +55,8 @@ def open_photo(data, img_size):
 
 
 def coloured(x, most, masks):
-    """Return differences x (1,3,H,W) as a picture (1,3,H,W): too bright is orange, too dark blue,
-    full from `most` on. What is visible in one of two masks (1,1,H,W) is grey, in both light."""
+    """Return differences x (1,3,H,W) as a picture: above 0 orange, below blue, full from `most` on.
+    Grey is what is visible in one of two masks (1,1,H,W), and in light grey, in both."""
     visible = 2 - sum(masks)                                           # (1, 1, H, W) 0, 1 or 2
     return torch.where(visible > 0, GREY - 0.3 * (visible == 1), heat(x.mean(1)[0], most)[None])
 
