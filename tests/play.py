@@ -62,50 +62,49 @@ def coloured(x, most, masks):
 
 
 # ------------------------------------------------------------------------------------- predictions
+@lru_cache(64)                                             # *change* asks for most of them again
+@torch.no_grad()
 def run(model, images, mask, alpha=0.3, scale=1, leak_free=False):
-    """Return what a model predicts and what it should, two lists of images, and what it sees. A
-    model that unmixes gets a mixture of two images and predicts both. Other models get the first
-    image. A model that renders does so at `scale` times the image's size."""
+    """Return what a model predicts, what it should predict and what it sees, lists of images
+    (1,3,H,W) in [0, 1], and the time in ms. A model that unmixes gets a mixture of two images and
+    predicts both. Other models get the first image. One that renders enlarges it `scale` times."""
+    images, mask = [normalize(x[None], model) for x in images], torch.tensor([mask])   # (1, L)
     # half a patch more, so that rounding does not change the number of visible patches
-    how = mask, 1 - ((~mask).sum().item() + 0.5) / mask.numel()
+    how, began = (mask, 1 - ((~mask).sum().item() + 0.5) / mask.numel()), perf_counter()
     if len(images) > 1 and hasattr(model, "unmix"):
         seen, truths = model.mix_images(*images, alpha)
         preds, _ = model.unmix(*images, alpha, *how, leak_free)        # subordinate, dominant
-        order = slice(None, None, 1 if alpha <= 0.5 else -1)           # the first image comes first
-        return preds[order], truths[order], seen
-    if scale > 1 and hasattr(model, "render"):
-        pred = model.render(images[0], [scale * side for side in model.encoder.img_size], *how)
+        if alpha > 0.5:                                    # the first image comes first
+            preds, truths = preds[::-1], truths[::-1]
     else:
-        pred = model.reconstruct(images[0], *how, leak_free)[0]
-    return [pred], images[:1], images[0]
+        seen, truths = images[0], images[:1]
+        if scale > 1 and hasattr(model, "render"):
+            preds = [model.render(seen, [scale * side for side in seen.shape[2:]], *how)]
+        else:
+            preds = [model.reconstruct(seen, *how, leak_free)[0]]
+    ms = 1000 * (perf_counter() - began)
+    return *([denormalize(x, model) for x in xs] for xs in (preds, truths, [seen])), ms
 
 
-@torch.no_grad()
 def predict(model, images, mask, probe=0, view="completed", **options):
     """Return URLs of pictures of what a model sees and predicts, PSNRs of masked pixels as in
     train.evaluate_psnr, that of the visible pixels' mean colour, and ms. Images are (3,H,W), uint8.
     The mask (L,) is true where masked. The view "change" shows what the patch `probe` adds."""
-    images = [normalize(image[None], model) for image in images]       # (1, 3, H, W) each
-    mask = torch.tensor([mask])                                        # (1, L)
-    other_mask = mask ^ (torch.arange(mask.shape[1]) == probe)
-    began = perf_counter()
-    preds, truths, seen = run(model, images, mask, **options)
-    ms = 1000 * (perf_counter() - began)
-    compare = view == "change" and 0 < other_mask.sum() < mask.shape[1]
-    others = run(model, images, other_mask, **options)[0] if compare else preds
-    masks = masked, _ = [model.encoder.pixels_of(x.float()) for x in (mask, other_mask)]
-    seen = denormalize(seen, model)
+    both = tuple(mask), tuple(x != (i == probe) for i, x in enumerate(mask))
+    preds, truths, (seen,), ms = run(model, tuple(images), both[0], **options)
+    compare = view == "change" and {*both[1]} == {True, False}
+    others = run(model, tuple(images), both[1], **options)[0] if compare else preds
+    masks = masked, _ = [model.encoder.pixels_of(torch.tensor([x]).float()) for x in both]
     mean = (seen * (1 - masked)).sum((2, 3), keepdim=True) / (1 - masked).sum()        # (1,3,1,1)
     urls, psnrs = [png_url(torch.where(masked > 0, 0.5, seen)[0])], []
-    for parts in zip(preds, others, truths):
-        large, other, truth = (denormalize(x, model) for x in parts)
+    for large, other, truth in zip(preds, others, truths):
         pred, other = (F.interpolate(x, truth.shape[2:], mode="area") for x in (large, other))
         errors = [((x - truth).square() * masked).mean() / masked.mean() for x in (pred, mean)]
         psnr, flat = (-10 * x.clamp(min=1e-10).log10().item() for x in errors)
         copied, covered = (F.interpolate(x, large.shape[2:]) for x in (seen, masked))
         shown = dict(completed=torch.where(covered > 0, large, copied), decoded=large,
                      error=coloured(pred - truth, 0.5, [masked, masked]),
-                     change=coloured((1 - 2 * mask[0, probe]) * (pred - other), 0.2, masks))[view]
+                     change=coloured((1 - 2 * mask[probe]) * (pred - other), 0.2, masks))[view]
         urls.append(png_url(shown[0]))
         psnrs.append(psnr)
     return dict(urls=urls, psnrs=psnrs, flat=flat, ms=ms)
