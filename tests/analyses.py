@@ -1,7 +1,8 @@
-"""What the papers measure of trained models, in tables and pictures:
+"""What the papers measure of trained models, and what tests.play shows, in tables and pictures:
 
     python -m tests.analyses runs/mae_shapes runs/imae_shapes [--data DATA] [--eval_images N]
 
+all:       pixels of visible and of masked patches; how far a patch reaches; a single visible patch
 MAE:       what mask tokens attend to (CrossMAE Table 6)
 CrossMAE:  what each decoder block contributes (Figure 5, Appendix D); mixing weights (Figure 5c)
 MINR:      images rendered at four times their size
@@ -26,10 +27,76 @@ from minr import MINR
 from tests.lib.masks import fixed_noise
 from train import (as_table, load_model, open_data, read_checkpoint, save_picture, start_processes,
                    val_batches)
-from vit import (InputError, denormalize, gather_patches, normalize, normalize_patches, patchify,
-                 visible_count)
+from vit import (InputError, denormalize, gather_patches, mask_noise, normalize, normalize_patches,
+                 patchify, visible_count)
 
-ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)            # i-MAE Figure 4's range
+ALPHAS = [i / 20 for i in range(1, 11)]                    # i-MAE Figure 4's range, and 0.5
+
+
+# ------------------------------------------------------------------------------------ every method
+def eval_noise(ids, encoder):
+    """Return the noise (N,L) that train.py --eval draws for images with the indices ids (N,)."""
+    generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
+    return torch.cat([mask_noise("random", 1, encoder.grid, generator=g) for g in generators])
+
+
+def psnr(decoded, images, where):
+    """Return the PSNR (B,) in dB, as train.py --eval does, of the pixels where `where` (B,1,H,W) is
+    1. decoded and images (B,C,H,W) are in [0, 1]."""
+    error = (decoded - images).square() * where                        # (B, C, H, W)
+    error = error.mean((1, 2, 3)) / where.mean((1, 2, 3))              # (B,)
+    return -10 * error.clamp(min=1e-10).log10()
+
+
+@torch.no_grad()
+def draw_as_masked(mae, images, noise):
+    """Let an MAE draw the visible patches of images (B,C,H,W) from mask tokens, as if they were
+    masked. The decoder also gets the visible patches' own tokens. Returns images (B,C,H,W)."""
+    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, mae.mask_ratio)
+    x = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask)  # (B, 1+L, E)
+    more = mae.mask_token + mae.decoder_pos_embed[0, 1:][ids_keep]     # (B, K, E)
+    x = torch.cat([x, more], dim=1)                                    # (B, 1+L+K, E)
+    for block in mae.decoder_blocks:
+        x = block(x)                                                   # (B, 1+L+K, E)
+    pred = mae.decoder_pred(mae.decoder_norm(x[:, -more.shape[1]:]))   # (B, K, p*p*C)
+    return mae.encoder.paste_patches(images, pred, ids_keep, ids_keep, mae.norm_pix_loss)
+
+
+def measure_pixels(model, images, noise):
+    """Measure what tests.play shows, on normalised images (N,C,H,W) with noise (N,L). Returns
+    {title: rows} with one row; the title explains the numbers. Returns {} if the model predicts no
+    pixels."""
+    if getattr(model, "reconstruct", None) is None:
+        return {}
+    is_mae = isinstance(model, MAE)
+    encoder, L, found = model.encoder, model.encoder.num_patches, defaultdict(list)
+    K, w = visible_count(L, model.mask_ratio), encoder.grid[1]
+    place = torch.arange(L, device=images.device)
+    place = torch.stack([place // w, place % w], dim=1)                # (L, 2) row and column
+    for x, order in zip(images.split(100), noise.split(100)):
+        # half a patch more, so that rounding does not change the number of visible patches
+        drawn = [model.reconstruct(x, order, 1 - (n + 0.5) / L) for n in (K, K + 1, 1)]
+        truth, decoded, more, single = (denormalize(y, model) for y in (x, *(y for y, _ in drawn)))
+        mask, mask_more = drawn[0][1], drawn[1][1]                     # (B, L) each
+        masked = encoder.pixels_of(mask)                               # (B, 1, H, W)
+        found["masked"] += psnr(decoded, truth, masked)
+        found["visible"] += psnr(decoded, truth, 1 - masked)
+        if is_mae:
+            as_masked = denormalize(draw_as_masked(model, x, order), model)    # (B, C, H, W)
+            found["mask token"] += psnr(as_masked, truth, 1 - masked)
+        change = patchify(255 * (more - decoded).abs(), encoder.patch_size)    # (B, L, p*p*C)
+        added = place[(mask - mask_more).argmax(dim=1)]                # (B, 2)
+        distance = (place - added[:, None]).abs().amax(dim=2).clamp(max=4)     # (B, L)
+        for i, name in enumerate(("next", "2 away", "3 away", "farther"), start=1):
+            found[name] += change[(distance == i) & (mask_more == 1)].mean(dim=1)
+        found["single"] += single.mean((1, 2, 3))
+        found["true"] += truth.mean((1, 2, 3))
+    title = (f"{len(images)} images, masks as in --eval; PSNR in dB of masked and of visible "
+             f"patches, nothing copied{is_mae * ', and of visible ones drawn from mask tokens'}; "
+             f"mean change, in levels of 255, of masked patches next to a patch that becomes "
+             f"visible, or farther from it; mean brightness, from 0 to 1, of predictions from a "
+             f"single visible patch, and the true one")
+    return {title: [{name: torch.tensor(x).mean().item() for name, x in found.items()}]}
 
 
 # ---------------------------------------------------------------------------------------------- MAE
@@ -155,7 +222,7 @@ def draw_unmixed(model, images):
         return {}
     x_1, x_2, columns = images[:1], images[1:2], defaultdict(list)
     noise = same_noise(model, x_1)
-    for alpha in ALPHAS[1::2]:                             # 0.1, 0.2, 0.3, 0.4
+    for alpha in ALPHAS[1:8:2]:                             # 0.1, 0.2, 0.3, 0.4
         decoded, mask = model.unmix(x_1, x_2, alpha, noise)
         mix, _ = model.mix_images(x_1, x_2, alpha)
         columns["mixture"].append(mix)
@@ -208,17 +275,21 @@ def ridge_r2(x, y, x_val, y_val, weight=1e-3):
     return 1 - (residual.square().sum() / y_val.square().sum()).item()
 
 
-def subordinate_psnr(model, images, alpha):
+def unmixed_psnr(model, images, alpha):
     """Mix each of the images (N,C,H,W) with its predecessor. The image has weight alpha <= 0.5.
-    Returns the PSNR (N,) in dB of its masked pixels, as an i-MAE's first branch predicts them."""
-    decibels = []
-    for x, partner in zip(images.split(250), images.roll(1, 0).split(250)):
-        decoded, mask = model.unmix(x, partner, alpha, same_noise(model, x))
+    Returns {name: PSNR (N,) in dB, over masked pixels}: of the first branch's prediction, compared
+    with the image (psnr), with the dominant image and with one that is not in the mixture
+    (unrelated); of the second branch's prediction, compared with the image (by other)."""
+    found, others = defaultdict(list), [images.roll(n, 0) for n in (1, len(images) // 2)]
+    for parts in zip(*(x.split(250) for x in (images, *others))):
+        decoded, mask = model.unmix(*parts[:2], alpha, same_noise(model, parts[0]))
         masked = model.encoder.pixels_of(mask)                         # (B, 1, H, W)
-        error = (denormalize(decoded[0], model) - denormalize(x, model)).square()
-        error = (error * masked).mean((1, 2, 3)) / masked.mean((1, 2, 3))
-        decibels.append(-10 * error.clamp(min=1e-10).log10())
-    return torch.cat(decibels)
+        decoded, parts = ([denormalize(x, model) for x in xs] for xs in (decoded, parts))
+        for name, image in zip(("psnr", "dominant", "unrelated"), parts):
+            found[name] += psnr(decoded[0], image, masked)
+        for prediction in decoded[1:]:                         # none if there is only one branch
+            found["by other"] += psnr(prediction, parts[0], masked)
+    return {name: torch.stack(x) for name, x in found.items()}
 
 
 def separability(model, train, val):
@@ -229,7 +300,8 @@ def separability(model, train, val):
         return {}
     names, rows = ("subordinate", "dominant")[:len(model.decoder_embed)], []
     for alpha in ALPHAS:
-        row = {"alpha": alpha, "psnr": subordinate_psnr(model, val, alpha).mean().item()}
+        row = {name: x.mean().item() for name, x in unmixed_psnr(model, val, alpha).items()}
+        row = {"alpha": alpha, **row}
         if model.teacher:
             fit, score = (latents(model, images, alpha, names) for images in (train, val))
             for source in ("branch", "mixed", "control"):
@@ -240,7 +312,9 @@ def separability(model, train, val):
                                                        score[target])
         rows.append(row)
     title = (f"{len(val)} mixtures of two images for each weight alpha of the subordinate one; "
-             f"psnr: PSNR in dB of that image's masked pixels")
+             f"psnr: PSNR in dB of its prediction, over masked pixels; dominant, unrelated: the "
+             f"same prediction, compared with the dominant image, and with one that is not in the "
+             f"mixture; by other: the dominant image's prediction, compared with this image")
     if model.norm_pix_loss:
         title += ", un-normalised with the true mean and variance of each patch"
     if model.teacher:
@@ -276,12 +350,15 @@ def analyse_file(path, args):
     train, val, _ = open_data(data, size, args)
 
     def images_of(part):
-        """Return normalised images (N,C,H,W)."""
-        batches = [images for _, images, _ in val_batches(part, args, size, args.eval_images)]
-        return normalize(torch.cat(batches), model)
+        """Return the images' indices (N,), and normalised images (N,C,H,W)."""
+        batches = [batch[:2] for batch in val_batches(part, args, size, args.eval_images)]
+        ids, images = map(torch.cat, zip(*batches))
+        return ids, normalize(images, model)
 
+    ids, images = images_of(val)
     only_pairs = isinstance(model, IMAE)                   # only i-MAE needs training images
-    tables, pictures = analyse(model, images_of(train) if only_pairs else None, images_of(val))
+    tables, pictures = analyse(model, images_of(train)[1] if only_pairs else None, images)
+    tables |= measure_pixels(model, images, eval_noise(ids, model.encoder).to(args.device))
     for title, rows in tables.items():
         print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="\n")
     for name, (caption, columns) in pictures.items():

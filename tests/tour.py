@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-import torchvision
+from torchvision.transforms.v2.functional import to_pil_image
 
 import train
 from tests.lib.masks import copy_visible, fixed_noise
@@ -36,8 +36,12 @@ from train import METHODS, center_crop, load_model, read_image
 from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
-IMAGES = [ROOT / f"tests/models/images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
+TRAINED = ROOT / "tests/models"
+IMAGES = [TRAINED / f"images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
 VIT = str(ROOT / "vit.py")
+NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
+                     help="whether a released model predicts normalised pixels, if its file's name "
+                          "does not tell")
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
@@ -96,22 +100,33 @@ def split_comment(text):
 GREY = 0.8                                                 # where a picture has no patch
 
 
+def open_image(file, img_size):
+    """Return the middle of an image file as an image (3,H,W), uint8, with img_size (H, W)."""
+    require(Path(file).is_file(), f"image {file} does not exist: check its name and its folder")
+    return center_crop(read_image(file), img_size, 1)
+
+
+def png_url(x):
+    """Return an image (C,h,w) in [0, 1] as the URL of a PNG that contains it."""
+    file = BytesIO()
+    to_pil_image((255 * x).round().byte()).save(file, "PNG", compress_level=1)     # fast
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
 def png(x, height, text=""):
     """Return an image (C,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption. Of
     three or more channels, the first three are shown; otherwise the first, in grey."""
     x = x[:3] if len(x) >= 3 else x[:1]
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
-    file = BytesIO()
-    torchvision.utils.save_image(x, file, format="PNG")
-    data = b64encode(file.getvalue()).decode()
-    return (f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
+    return (f'<figure><img alt="{text}" src="{png_url(x)}">'
             f"<figcaption>{text}</figcaption></figure>")
 
 
-def heat(x):
-    """Colour a matrix (h,w): negative blue, 0 white, positive orange. Returns (3,h,w) in [0, 1]."""
-    x = (x / x.abs().quantile(0.99).clamp(min=1e-9)).clamp(-1, 1)
+def heat(x, most=None):
+    """Colour a matrix (h,w): negative blue, 0 white, positive orange. Colours are full from `most`
+    on, by default the 99% quantile. Returns (3,h,w) in [0, 1]."""
+    x = (x / (most or x.abs().quantile(0.99).clamp(min=1e-9))).clamp(-1, 1)
     return torch.stack([1 + 0.8 * x.clamp(max=0), 1 - 0.45 * x.abs(), 1 - 0.9 * x.clamp(min=0)])
 
 
@@ -485,9 +500,9 @@ def tour_method(args):
     """Return the arguments of `page` for a method."""
     cls = METHODS[args.method]
     torch.manual_seed(0)
-    path, more = args.checkpoint or ROOT / f"tests/models/{args.method}.pt", ""
+    path, more = args.checkpoint or TRAINED / f"{args.method}.pt", ""
     if args.checkpoint or path.exists():
-        model = load_model(path)
+        model = load_model(path, norm_pix_loss=args.norm_pix_loss)
     else:                                                  # a method of your own
         path = "random weights"
         model = cls(**{**TINY, "in_chans": len(cls.mean), **getattr(cls, "low_res_config", {})})
@@ -502,9 +517,9 @@ def tour_method(args):
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     files, images = [*args.image, *IMAGES[len(args.image):most]], []
     for file in files:
-        image = read_image(file)
-        for fraction in (1, 0.7) if pairs == "views" else (1,):
-            crop = center_crop(image, (H, W), fraction).float()
+        image = open_image(file, (H, W))
+        crops = [image, center_crop(image, (H, W), 0.7)] if pairs == "views" else [image]
+        for crop in map(torch.Tensor.float, crops):
             grey = crop.mean(0, keepdim=True)              # for one channel, or a fourth
             images.append(torch.cat([crop] * (C > 2) + [grey] * C)[:C])
     image, *partner = normalize(torch.stack(images), model).split(1)
@@ -569,7 +584,9 @@ def main(argv=None):
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train (which takes only --out)")
-    option("--checkpoint", metavar="FILE", help="checkpoint from train.py (tests/models/METHOD.pt)")
+    option("--checkpoint", metavar="FILE",
+           help="from train.py, or a released one with a decoder (tests/models/METHOD.pt)")
+    option("--norm_pix_loss", **NORM_PIX_LOSS)
     option("--image", metavar="FILE", nargs="+", default=[],
            help="image file; for imae also its partner (a truck and a frog of CIFAR-10)")
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
@@ -583,13 +600,12 @@ def main(argv=None):
     print(f"see     {out}: open it in a browser")
 
 
-# The README's screenshots, .github/tour.png and tour_dark.png, 830 pixels wide, are made like this
-# (dark: with --blink-settings=preferredColorScheme=0):
+# The README's pictures, .github/tour.png and tour_dark.png (with
+# --blink-settings=preferredColorScheme=0), show the page's top and the line that calls encode:
 #   python -m tests.tour mae
-#   sed 's/<details open>/<details>/g
-#        s|</style>|body > :not(.call), .title { display: none } body { padding: 0 12px } &|' \
-#       tour_mae.html > rows.html
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,488 \
-#       --screenshot=.github/tour.png "file://$PWD/rows.html"
+#   sed 's|</style>|body > :not(.strip, .call), body > .call > :not(details:nth-of-type(2)) {&|
+#        s|</style>| display: none } &|' tour_mae.html > part.html
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,480 \
+#       --screenshot=.github/tour.png "file://$PWD/part.html"
 if __name__ == "__main__":
     main()

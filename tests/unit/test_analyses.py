@@ -1,6 +1,8 @@
 """What the papers measure of trained models: tables equal those computed by hand, and pictures show
 what their captions say."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,53 @@ from torch import nn
 
 import train
 from tests import analyses
-from tests.analyses import (contributions, decoder_attention, draw_contributions,
-                            draw_map_weights, draw_rendered, draw_unmixed, latents, main, ridge_r2,
-                            same_noise, separability, subordinate_psnr)
-from tests.unit.conftest import settings
+from tests.analyses import (contributions, decoder_attention, draw_as_masked, draw_contributions,
+                            draw_map_weights, draw_rendered, draw_unmixed, latents, main,
+                            measure_pixels, ridge_r2, same_noise, separability, unmixed_psnr)
+from tests.unit.conftest import FIVE, settings
 from tests.unit.test_methods import BASE, TEACHER, build, flags, images_and_noise
 from vit import denormalize, normalize_patches
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_pixels(name):
+    """PSNR, change by distance and brightness equal those computed patch by patch, over two
+    batches."""
+    model, (images, noise) = build(name), images_and_noise(102)
+    (row,), = measure_pixels(model, images, noise).values()
+    found, truth, order = {}, denormalize(images, model), noise.argsort(1).argsort(1)
+    drawn = {n: denormalize(model.reconstruct(images, order >= n, 0.99 - n / 24)[0], model)
+             for n in (6, 7, 1)}                           # n patches are visible
+    for i in range(102):
+        new, errors = order[i].tolist().index(6), {"masked": [], "visible": []}
+        for j in range(24):
+            patch = i, slice(None), *(slice(4 * k, 4 * k + 4) for k in divmod(j, 6))
+            where = "masked" if order[i, j] >= 6 else "visible"
+            errors[where].append((drawn[6][patch] - truth[patch]).square().mean())
+            away = max(abs(j // 6 - new // 6), abs(j % 6 - new % 6))
+            if order[i, j] >= 7:
+                key = ("", "next", "2 away", "3 away", "farther", "farther")[away]
+                change = 255 * (drawn[7][patch] - drawn[6][patch]).abs().mean()
+                found.setdefault(key, []).append(change)
+        for where, x in errors.items():
+            found.setdefault(where, []).append(-10 * torch.stack(x).mean().log10())
+    wanted = {key: torch.stack(x).mean().item() for key, x in found.items()}
+    wanted |= dict(single=drawn[1].mean().item(), true=truth.mean().item())
+    assert {**row, **wanted} == pytest.approx(row, abs=1e-3)
+    assert {*row} - {*wanted} == ({"mask token"} if name == "mae" else set())
+    model.reconstruct = None
+    assert measure_pixels(model, images, noise) == {}
+
+
+def test_visible_patches_drawn_as_masked():
+    """Without decoder blocks, a patch is drawn from its own token alone, so that visible patches
+    get the same pixels as if they were masked."""
+    model, (images, noise) = build("mae", decoder_depth=0, norm_pix_loss=False), images_and_noise()
+    drawn = draw_as_masked(model, images, noise)
+    wanted, mask = model.reconstruct(images, -noise)       # masks what was visible
+    visible = model.encoder.pixels_of(model.encoder.mask(images, noise, 0.75)[2]) == 0
+    assert (model.encoder.pixels_of(mask)[visible] == 1).all()
+    assert torch.allclose(drawn, torch.where(visible, wanted, images), atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm_pix_loss=False), dict(feature_maps="last"),
@@ -114,8 +157,9 @@ def test_separability(branches, teacher):
     rows, = separability(model, images[:8], images[8:]).values()
     names = [f"{where} {name}" for where in ("branch", "mixed", "control")
              for name in ("subordinate", "dominant")[:branches]]
-    assert [row["alpha"] for row in rows] == [i / 20 for i in range(1, 10)]
-    assert all([*row] == ["alpha", "psnr", *(names if teacher else [])] for row in rows)
+    assert [row["alpha"] for row in rows] == [i / 20 for i in range(1, 11)]
+    psnrs = ["psnr", "dominant", "unrelated", "by other"][:2 + branches]
+    assert all([*row] == ["alpha", *psnrs, *(names if teacher else [])] for row in rows)
     assert separability(model, images[:8], images[8:17]) == {}
     noise = same_noise(model, images)                      # one mask for all
     assert torch.equal(noise, noise[:1].expand_as(noise)) and len(noise[0].unique()) == 24
@@ -128,10 +172,13 @@ def test_separability_finds_what_exists():
     model, val = build("imae", teacher=TEACHER), images[200:]
     decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, same_noise(model, val))
     masked = model.encoder.pixels_of(mask).expand_as(val).bool()
-    error = (denormalize(decoded[0], model) - denormalize(val, model)).square()
-    wanted = torch.stack([-10 * e[m].mean().log10() for e, m in zip(error, masked)]).mean()
     row = [*separability(model, images[:200], val).values()][0][3]
-    assert row["alpha"] == 0.2 and abs(row["psnr"] - wanted) < 1e-3
+    assert row["alpha"] == 0.2
+    for name, x, y in (("psnr", decoded[0], val), ("dominant", decoded[0], val.roll(1, 0)),
+                       ("unrelated", decoded[0], val.roll(50, 0)), ("by other", decoded[1], val)):
+        error = (denormalize(x, model) - denormalize(y, model)).square()
+        wanted = torch.stack([-10 * e[m].mean().log10() for e, m in zip(error, masked)]).mean()
+        assert abs(row[name] - wanted) < 1e-3
     fit, score = (latents(model, z, 0.2, ("subordinate", "dominant")) for z in (images[:200], val))
     for source in ("mixed", "control"):                    # computed from the mixture alone
         assert row[f"{source} subordinate"] < row[f"{source} dominant"] < 0.95
@@ -149,7 +196,7 @@ def test_latents_of_many_images():
     model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
     whole, end = (latents(model, x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
     assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
-    whole, end = (subordinate_psnr(model, x, 0.3) for x in (images, images[248:]))
+    whole, end = (unmixed_psnr(model, x, 0.3)["dominant"] for x in (images, images[248:]))
     assert whole.shape == (252,) and torch.allclose(whole[249:], end[1:], atol=1e-4)
 
 
@@ -187,6 +234,9 @@ def test_command(pretrain, folder, spy, capsys):
     names = "mae crossmae minr hypermae imae".split()
     main(["--workers", "0", *(f"runs/{name}" for name in names)])
     said = " ".join(capsys.readouterr().out.split())       # lines are wrapped
+    psnrs = [float(x) for x in re.findall(r"single true ([\d.]+)", said)]
+    rows = train.main(["--eval", *(f"runs/{x}" for x in names), "--mask_ratios", "0.75"])
+    assert psnrs == pytest.approx([row["psnr_masked"] for row in rows], abs=6e-4)
     assert "visible tokens; 11 images" in said and "11 mixtures of two" in said
     for name in ("crossmae/contributions", "crossmae/map_weights", "minr/rendered", "imae/unmix"):
         assert Image.open(f"runs/{name}.png").width > 90 and f"runs/{name}.png" in said

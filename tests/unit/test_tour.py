@@ -150,10 +150,12 @@ def runs():
         if cls is MAE:
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes, True
             yield lambda: analyses.decoder_attention(model, images), model, sizes, False
+            measure = patch.object(vit, "visible_count", lambda *_: 31)(analyses.measure_pixels)
+            yield lambda: measure(model, images, noise), model, sizes, False   # always the same K
         elif cls is IMAE:
             yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes, True
             yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes, False
-            yield lambda: analyses.subordinate_psnr(model, images, 0.3), model, sizes, False
+            yield lambda: analyses.unmixed_psnr(model, images, 0.3), model, sizes, False
         elif cls is not HyperMAE:
             yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4), False
     x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
