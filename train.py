@@ -1451,11 +1451,10 @@ def last_line(error):
 
 def shell(main):
     """Run main() as a command of the shell. Invalid input ends it with one line and exit code 2."""
-    script = Path(sys.argv[0]).name
     try:
         main()
-    except InputError as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {last_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped; to continue a training run, repeat its command with --resume",

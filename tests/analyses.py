@@ -25,9 +25,9 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests.lib.masks import fixed_noise
-from train import (as_table, load_model, open_data, read_checkpoint, save_picture, start_processes,
-                   val_batches)
-from vit import (InputError, denormalize, gather_patches, mask_noise, normalize, normalize_patches,
+from train import (Parser, as_table, load_model, open_data, read_checkpoint, save_picture, shell,
+                   side_product, start_processes, val_batches)
+from vit import (denormalize, gather_patches, mask_noise, normalize, normalize_patches,
                  patchify, visible_count)
 
 ALPHAS = [i / 20 for i in range(1, 11)]                    # i-MAE Figure 4's range, and 0.5
@@ -341,38 +341,39 @@ def analyse(model, train, val):
     return {}, {}
 
 
-def analyse_file(path, args):
+def analyse_file(path, args, here):
     """Print the tables of the checkpoint `path`, and write its pictures beside it."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     data = args.data or read_checkpoint(path)["flags"].get("data", "shapes")
-    model = load_model(path).to(args.device)
+    model = load_model(path).to(here.device)
     size = model.encoder.img_size
-    train, val, _ = open_data(data, size, args)
+    train, val, _ = open_data(data, here, size)
 
     def images_of(part):
         """Return the images' indices (N,), and normalised images (N,C,H,W)."""
-        batches = [batch[:2] for batch in val_batches(part, args, size, args.eval_images)]
+        batches = [batch[:2] for batch in val_batches(part, here, size, args.eval_images)]
         ids, images = map(torch.cat, zip(*batches))
         return ids, normalize(images, model)
 
     ids, images = images_of(val)
     only_pairs = isinstance(model, IMAE)                   # only i-MAE needs training images
     tables, pictures = analyse(model, images_of(train)[1] if only_pairs else None, images)
-    tables |= measure_pixels(model, images, eval_noise(ids, model.encoder).to(args.device))
+    tables |= measure_pixels(model, images, eval_noise(ids, model.encoder).to(here.device))
     for title, rows in tables.items():
         print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="\n")
     for name, (caption, columns) in pictures.items():
         picture = path.with_name(f"{name}.png")
-        save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
-        print(fill(f"see     {picture}: {caption}", 100))
+        with side_product(picture):
+            save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
+            print(fill(f"see     {picture}: {caption}", 100))
     if not tables and not pictures:
         print(f"note    nothing to measure for {path}, a {type(model).__name__}")
 
 
 def main(argv=None):
     """Run `python -m tests.analyses` with the arguments `argv`."""
-    parser = argparse.ArgumentParser("tests.analyses", argparse.SUPPRESS, __doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("tests.analyses", argparse.SUPPRESS, __doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("checkpoints", nargs="+", metavar="CHECKPOINT", help="file from train.py, or its folder")
     option("--data", help="as for train.py (default: what the model was trained on)")
@@ -380,16 +381,12 @@ def main(argv=None):
            help="number of validation images; for i-MAE also of training images (1000)")
     option("--workers", type=int, default=2, help="processes that read files (2)")
     option("--device", choices=["cpu", "cuda", "mps"], help="where to compute (default: a GPU)")
-    parser.set_defaults(amp="off", batch_size=64, accum=1, train_images=None, patch_size=None,
-                        crop=1.0, flip=False)              # what train.py needs to read images
+    parser.set_defaults(amp="fp32")
     args = parser.parse_args(argv)
-    try:
-        start_processes(args)
-        for path in args.checkpoints:
-            analyse_file(path, args)
-    except (InputError, OSError) as error:
-        parser.error(str(error))
+    here = start_processes(args)
+    for path in args.checkpoints:
+        analyse_file(path, args, here)
 
 
 if __name__ == "__main__":
-    main()
+    shell(main)

@@ -24,6 +24,7 @@ import re
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 import torchvision
@@ -102,12 +103,11 @@ class Case:
         own = {k: given.pop(k, getattr(args, k)) for k in OWN}
         if train.is_low_res({"img_size": img_size, **sizes}):
             given = {**cls.low_res_config, **given}
-        self.args = argparse.Namespace(**{
-            **cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0,
-            "device": args.device.type, "same_draws": True, **own})
-        train.start_processes(self.args)
-        self.spec, self.img_size, self.batch_size = spec, img_size, self.args.batch_size
-        self.device = self.args.device
+        self.run = train.frozen(**{**cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0, **own})
+        self.here = train.start_processes(SimpleNamespace(device=args.device, amp=self.run.amp,
+                                                          workers=0))
+        self.spec, self.img_size, self.batch_size = spec, img_size, self.run.batch_size
+        self.device = self.here.device
         torch.manual_seed(0)
         patch_size = args.patch_size or (16 if max(img_size) >= 128 else 4)
         self.model = cls(img_size, patch_size, len(cls.mean), **sizes, **given)
@@ -117,29 +117,31 @@ class Case:
         with torch.no_grad():
             self.macs = count_flops(lambda: self.model(*self.batch(1))) / 2
         hook.remove()
-        self.attention = attention(self.batch_size, attn.heads, *seen[0][1:], self.args)
+        self.attention = attention(self.batch_size, attn.heads, *seen[0][1:], self.here)
         self.flops = flops_of_step(lambda B: self.model(*self.batch(B))[0], self.batch_size)
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = train.make_optimizer(self.args, [
-            dict(params=trained, weight_decay=self.args.weight_decay)])
-        half = self.args.dtype is torch.float16
+        self.optimizer = train.make_optimizer(self.run, self.here, [
+            dict(params=trained, weight_decay=self.run.weight_decay)])
+        half = self.here.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
-        self.net = train.wrap(self.model, self.args)
+        self.net = train.wrap(self.model, self.run, self.here)
         self.inputs = self.batch(self.batch_size)
+        self.task = SimpleNamespace(run=self.run, here=self.here, same_draws=True,
+                                    inputs=lambda *piece: piece)       # already normalised
 
     def batch(self, B):
         """Return the model's arguments for B images."""
         encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
         images = torch.randn(B, encoder.in_chans, *encoder.img_size, generator=g).to(self.device)
         noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
-        more = {False: (), "views": (images.flip(3),),
-                True: (images.roll(1, 0), torch.tensor(0.3, device=self.device))}
-        return images, noise, *more[getattr(self.model, "pairs", False)]
+        more = {None: (), "views": (images.flip(3),),
+                "images": (images.roll(1, 0), torch.tensor(0.3, device=self.device))}
+        return images, noise, *more[getattr(self.model, "pairs", None)]
 
     def step(self):
         """Take a step, wait until it has ended, and return its loss."""
-        metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, 0, self.args)
+        metrics = train.train_step(self.net, self.optimizer, self.scaler, self.inputs, 0, self.task)
         if hasattr(self.model, "after_step"):
             self.model.after_step(0.5)
         if self.device.type == "cuda":
@@ -156,7 +158,7 @@ class Case:
 
 def measure(cases, steps, warmup):
     """Return a row for each case, as a dict. Its time and memory are relative to the first case."""
-    if any(case.args.compile for case in cases):
+    if any(case.run.compile for case in cases):
         config = torch._dynamo.config                      # by default, at most 8 graphs compile
         new = hasattr(config, "recompile_limit")
         setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
@@ -186,7 +188,7 @@ def measure(cases, steps, warmup):
                "img/s": f"{B / step:.4g}", "ms/step": f"{1e3 * step:.4g}",
                "GiB": f"{most / 2 ** 30:.3g}", "GMAC/img": f"{case.macs / 1e9:.4g}",
                "TFLOP/s": f"{tera:.3g}"}
-        if peak and case.args.dtype is not torch.float32:
+        if peak and case.here.dtype is not torch.float32:
             row["MFU %"] = f"{100 * tera / peak:.3g}"
         rows.append({**row, "time": time_per_image, "memory": most / memory[0]})
     return rows
@@ -208,12 +210,13 @@ def main(argv=None):
     option("--warmup", type=in_range(int, 0), default=3, help="number of warmup steps (3)")
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
-    train.start_processes(args)
-    train.fill_in(args, dict(size="base", img_size=[(224, 224)], batch_size=16)
-                  if args.device.type == "cuda" else
-                  dict(size="micro", img_size=[(32, 32)], batch_size=64))
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
-          f"{torch.get_num_threads()} threads, {args.dtype}")
+    here = train.start_processes(SimpleNamespace(device=args.device, amp=args.amp, workers=0))
+    args.device, on_gpu = here.device.type, here.device.type == "cuda"
+    args.size = args.size or ("base" if on_gpu else "micro")
+    args.img_size = args.img_size or [(224, 224) if on_gpu else (32, 32)]
+    args.batch_size = args.batch_size or (16 if on_gpu else 64)
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {here.device}, "
+          f"{torch.get_num_threads()} threads, {here.dtype}")
     print(f"{args.warmup} + {args.steps} training steps for each method: ViT-{args.size}, "
           f"{', '.join(map(str, args.img_size))} pixels, batch size {args.batch_size}", flush=True)
     rows = []

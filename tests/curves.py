@@ -9,10 +9,10 @@ those of several in the current folder. Pretraining and fine-tuning can be in on
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 from tests.lib.plot import draw
+from train import Parser, shell
 from vit import InputError, require
 
 COLUMNS = {"loss": "loss", "psnr_masked": "masked PSNR, dB", "top1": "accuracy, %"}
@@ -52,9 +52,8 @@ def panels_of(runs):
 
 def main(argv=None):
     """Run `python -m tests.curves` with the arguments `argv`. Returns the path of the picture."""
-    parser = argparse.ArgumentParser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False,
-                                     description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False, description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder or a .jsonl file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(curves.svg, see above)")
     args = parser.parse_args(argv)
@@ -66,7 +65,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, OSError) as error:
-        sys.exit(f"tests.curves: error: {error}")
+    shell(main)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tests.tour import GREY, NORM_PIX_LOSS, TRAINED, heat, open_image, png_url
-from train import METHODS, draw_shapes, load_model, name_of
+from train import METHODS, Parser, draw_shapes, load_model, name_of, shell
 from vit import InputError, denormalize, mask_noise, normalize, require, visible_count
 
 MODELS = [TRAINED / f"{name}.pt" for name in ("mae", "crossmae", "hypermae", "minr", "imae")]
@@ -184,8 +184,8 @@ def make_server(models, files=(), port=0):
     """Return a server of the page, at another port if this one is taken."""
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)        # any free port
+    except (OSError, OverflowError):                       # taken, or no port
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)        # any free one
     server.answers, server.worker = answers(models, files), ThreadPoolExecutor(1)
     return server
 
@@ -193,8 +193,8 @@ def make_server(models, files=(), port=0):
 # ------------------------------------------------------------------------------- the command line
 def main(argv=None):
     """Run `python -m tests.play` with the arguments `argv`."""
-    parser = argparse.ArgumentParser("play", usage=argparse.SUPPRESS, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("play", usage=argparse.SUPPRESS, description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("checkpoints", nargs="*", default=MODELS, metavar="CHECKPOINT",
            help="checkpoints from train.py, or released ones with a decoder (our five models)")
@@ -203,11 +203,8 @@ def main(argv=None):
     option("--norm_pix_loss", **NORM_PIX_LOSS)
     args = parser.parse_args(argv)
     torch.manual_seed(0)                                   # the first mask is always the same
-    try:
-        models = load_models(args.checkpoints, args.norm_pix_loss)
-        server = make_server(models, args.image, args.port)
-    except (InputError, OSError, OverflowError) as error:
-        parser.error(str(error).splitlines()[0])
+    models = load_models(args.checkpoints, args.norm_pix_loss)
+    server = make_server(models, args.image, args.port)
     url = f"http://127.0.0.1:{server.server_port}"
     print(f"see     {url} (Ctrl-C stops it)", flush=True)
     webbrowser.open(url)
@@ -216,4 +213,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    shell(main)

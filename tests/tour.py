@@ -32,8 +32,8 @@ from torchvision.transforms.v2.functional import to_pil_image
 import train
 from tests.lib.masks import copy_visible, fixed_noise
 from tests.lib.trace import flatten, statements, tensors, trace
-from train import METHODS, center_crop, load_model, read_image
-from vit import InputError, ViT, denormalize, normalize, require, unpatchify, visible_count
+from train import METHODS, Parser, center_crop, load_model, read_image, shell
+from vit import ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "tests/models"
@@ -551,15 +551,15 @@ def tour_method(args):
 
 def tour_train(args):
     """Return the arguments of `page` for a training step on eight images: train_step, and below it
-    train_epoch, which calls it."""
+    fit, which calls it."""
     require(not args.checkpoint and not args.image, "train takes no --checkpoint and no --image")
     words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
              "--device cpu --workers 0 --runs").split()
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         calls = trace(lambda: train.main([*words, folder]),
                       [ROOT / "train.py", ROOT / "vit.py", ROOT / "mae.py"])
-    epoch, = [call for call in flatten(calls) if call.function == "train_epoch"]
-    outer, = [step for step in epoch.steps for call in step.calls if call.function == "train_step"]
+    fit, = [call for call in flatten(calls) if call.function == "fit"]
+    outer, = [step for step in fit.steps for call in step.calls if call.function == "train_step"]
     call, = outer.calls
     outer.calls = []                                       # shown above it
     forward = next(inner for inner in flatten([call]) if inner.function == "forward")
@@ -569,8 +569,8 @@ def tour_train(args):
     for step in call.steps:
         if "changes" in step.notes:
             step.notes += f"; then, the loss of the same batch and masks is {loss:.4g}"
-    more = ("<details><summary>▸ train_epoch: reads batches, sets the learning rate, and calls "
-            f"train_step</summary>{section(epoch, model)}</details>")
+    more = ("<details><summary>▸ fit: the loops over epochs and steps, where train_step is "
+            f"called</summary>{section(fit, model)}</details>")
     about = f"Options: {' '.join(words[:-1])}."
     list(draw_attention(call, model.encoder))              # gives steps their pictures
     known = explained({"B": 8, **letters(model)}, [sys.modules["mae"].__doc__])
@@ -579,8 +579,8 @@ def tour_train(args):
 
 def main(argv=None):
     """Run `python -m tests.tour` with the arguments `argv`."""
-    parser = argparse.ArgumentParser("tour", usage=argparse.SUPPRESS, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("tour", usage=argparse.SUPPRESS, description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], metavar="METHOD",
            help=f"{', '.join(METHODS)}, or train (which takes only --out)")
@@ -592,11 +592,8 @@ def main(argv=None):
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     args = parser.parse_args(argv)
     out = Path(args.out or f"tour_{args.method}.html")
-    try:
-        found = (tour_train if args.method == "train" else tour_method)(args)
-        out.write_text(page(*found), encoding="utf-8")
-    except (InputError, OSError) as error:
-        parser.error(str(error).splitlines()[0])
+    found = (tour_train if args.method == "train" else tour_method)(args)
+    out.write_text(page(*found), encoding="utf-8")
     print(f"see     {out}: open it in a browser")
 
 
@@ -608,4 +605,4 @@ def main(argv=None):
 #   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,480 \
 #       --screenshot=.github/tour.png "file://$PWD/part.html"
 if __name__ == "__main__":
-    main()
+    shell(main)

@@ -14,9 +14,10 @@ from tests import analyses
 from tests.analyses import (contributions, decoder_attention, draw_as_masked, draw_contributions,
                             draw_map_weights, draw_rendered, draw_unmixed, latents, main,
                             measure_pixels, ridge_r2, same_noise, separability, unmixed_psnr)
-from tests.unit.conftest import FIVE, settings
+from tests.lib.masks import copy_visible, fixed_noise
+from tests.unit.conftest import FIVE, HERE
 from tests.unit.test_methods import BASE, TEACHER, build, flags, images_and_noise
-from vit import denormalize, normalize_patches
+from vit import denormalize, gather_patches, normalize_patches, patchify
 
 
 @pytest.mark.parametrize("name", FIVE)
@@ -74,20 +75,20 @@ def test_contributions_add_up(options):
     assert torch.allclose(parts.sum(0), whole, atol=1e-5)
     assert all(part.abs().mean() > 1e-4 for part in parts)
     first, *cells, last = draw_contributions(model, images)["contributions"][1].values()
-    noise = model.encoder.fixed_noise(images)
+    noise = fixed_noise(model.encoder, images)
     decoded, mask = model.reconstruct(images, noise)
     visible = (model.encoder.pixels_of(mask) == 0).expand_as(images)
     assert torch.equal(first, images * visible)            # grey is 0
     parts, _, ids = contributions(model, images, noise)
-    _, mean, std = normalize_patches(model.encoder.targets(images, ids))
+    _, mean, std = normalize_patches(gather_patches(patchify(images, 4), ids))
     if not model.norm_pix_loss:
         mean, std = 0, 1
     assert len(cells) == len(parts)
     for j, cell in enumerate(cells):                       # the mean is added once
         wanted = parts[j] * std + (j == 0) * mean
-        assert torch.allclose(model.encoder.targets(cell, ids), wanted, atol=1e-5)
+        assert torch.allclose(gather_patches(patchify(cell, 4), ids), wanted, atol=1e-5)
         assert not cell[visible].any()                     # only masked patches are shown
-    wanted = model.encoder.copy_visible(decoded, images, mask)
+    wanted = copy_visible(model.encoder, decoded, images, mask)
     assert torch.allclose(last, wanted, atol=1e-4)
 
 
@@ -107,7 +108,7 @@ def test_decoder_attention():
     mae, images = build("mae", decoder_depth=3, mask_ratio=0.8), images_and_noise(150)[0]
     (title, rows), = decoder_attention(mae, images).items()
     assert [row["block"] for row in rows] == [0, 1, 2, "sum"] and title.endswith("; 150 images")
-    ids_keep, ids_mask, _ = mae.encoder.mask(images, mae.encoder.fixed_noise(images), 0.8)
+    ids_keep, ids_mask, _ = mae.encoder.mask(images, fixed_noise(mae.encoder, images), 0.8)
     x, sums = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask), [0, 0]
     for block, row in zip(mae.decoder_blocks, rows):
         q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)       # (150, 25, 16) each
@@ -129,7 +130,7 @@ def test_rendered():
     """The picture shows images at four times the size, beside bicubically upscaled ones."""
     model, (images, _) = build("minr"), images_and_noise()
     large, upscaled = draw_rendered(model, images)["rendered"][1].values()
-    noise = model.encoder.fixed_noise(images)
+    noise = fixed_noise(model.encoder, images)
     assert torch.allclose(large, model.render(images, (64, 96), noise), atol=1e-6)
     wanted = F.interpolate(model.render(images, (16, 24), noise), (64, 96), mode="bicubic")
     assert torch.allclose(upscaled, wanted, atol=1e-6)
@@ -240,7 +241,7 @@ def test_command(pretrain, folder, spy, capsys):
     assert "visible tokens; 11 images" in said and "11 mixtures of two" in said
     for name in ("crossmae/contributions", "crossmae/map_weights", "minr/rendered", "imae/unmix"):
         assert Image.open(f"runs/{name}.png").width > 90 and f"runs/{name}.png" in said
-    val = train.open_data(str(folder), None, settings())[1].images / 255
+    val = train.open_data(str(folder), HERE)[1].images / 255
     assert all((x == val).all((1, 2, 3)).any() for x in seen[2][1])    # MINR's are in [0, 1]
     assert len(seen[2][1]) == 11 and seen[2][0] is None and len(seen[4][0]) == 40
     main(["runs/imae", "--workers", "0", "--eval_images", "10", "--data", "shapes"])

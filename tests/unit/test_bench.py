@@ -41,7 +41,8 @@ def test_times_are_relative_within_a_turn(monkeypatch):
             return 1.0
         return SimpleNamespace(
             spec=spec, batch_size=B, step=step, memory=lambda: 8 * B, img_size=(8, 8), flops=24e12,
-            macs=1, device=torch.device("cpu"), args=SimpleNamespace(compile=False, dtype=None))
+            macs=1, device=torch.device("cpu"), run=SimpleNamespace(compile=False),
+            here=SimpleNamespace(dtype=None))
     first, second = bench.measure([case("a", 4, [9, 2, 20, 2]), case("b", 3, [9, 3, 30, 30])], 3, 1)
     assert (first["img/s"], first["ms/step"], first["time"], first["TFLOP/s"]) == (
         "2", "2000", 1, "12")

@@ -59,8 +59,10 @@ L = self.encoder.num_patches
 noise = torch.rand(len(images), L) if noise is None else noise
 ids_keep, ids_mask, mask = self.encoder.mask(images, noise, self.mask_ratio)
 ids = torch.cat([ids_keep, ids_mask], dim=1)
-pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, L)
-target = self.encoder.targets(images, ids, self.norm_pix_loss)
+pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask, visible_too=True)
+target = gather_patches(patchify(images, self.encoder.patch_size), ids)
+if self.norm_pix_loss:
+    target = normalize_patches(target)[0]
 error = ((pred - target) ** 2).mean(dim=2)
 loss = (error * mask.gather(1, ids)).sum() / mask.sum()
 return loss, {"loss": loss.detach()}""", [

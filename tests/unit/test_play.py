@@ -21,8 +21,9 @@ import train
 from mae import MAE
 from tests import play, tour
 from tests.analyses import measure_pixels, psnr
-from tests.unit.conftest import settings
-from vit import denormalize, mask_noise, normalize, to_released
+from tests.lib.released import to_released
+from tests.unit.conftest import HERE
+from vit import denormalize, mask_noise, normalize
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 SIZES = dict(img_size=16, patch_size=4, in_chans=3, dim=16, depth=1, heads=2)
@@ -87,8 +88,7 @@ def psnr_of_eval(model, mask):
     """Return the PSNR of masked pixels that train.py --eval computes for IMAGE with this mask."""
     data = train.ImageDataset(IMAGE[None], torch.zeros(1).long(), [])
     with patch.object(train, "mask_noise", lambda *_, **__: mask[None].float()):
-        args = settings(eval_images=None)
-        return train.evaluate_psnr(model, data, args, "random", how(mask)[1])[0]["psnr_masked"]
+        return train.evaluate_psnr(model, data, HERE, "random", how(mask)[1])[0]["psnr_masked"]
 
 
 def near(a, b):

@@ -23,7 +23,8 @@ def test_commands(name):
             if script != "-m":
                 run = parsed(script, words)
                 made.add(getattr(run, "name", None))
-                assert getattr(run, "seed", 5) == 5 and run.data == "shapes"
+                assert run.seed == 5 * ("--seed" in words) and run.data == "shapes"
+                assert "--seed" in words or getattr(run, "eval", None)
                 epochs = {"crossmae_25_long": 16, "untrained": 0}.get(name, 50)
                 assert column or run.epochs == epochs
     assert results.slug(results.ENCODERS.get(name, name)) in made or name not in results.ENCODERS
@@ -35,7 +36,7 @@ def test_settings_are_in_the_commands(name):
     args = SimpleNamespace(data="shapes", size="micro", epochs=10, pretraining=[])
     for column, command in results.commands(args, name, 0, "R"):
         if "finetune.py" in command:
-            run = vars(parsed("finetune.py", command.split()[2:]))
+            run = parsed("finetune.py", command.split()[2:])._asdict()
             recipe = finetune.RECIPES.get(run["mode"], [{}])[0]
             flags = {*recipe, "lr", "min_lr"} & run.keys() - {"blr"} if recipe else {"k"}
             assert not [flag for flag in {*flags, "pool"} if run[flag] is None]

@@ -24,10 +24,10 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests import analyses, tour
-from tests.unit.conftest import FIVE, ROOT, settings
+from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
-from vit import denormalize, mask_noise, pair, patchify, to_released, transfer
+from vit import denormalize, mask_noise, pair, patchify, transfer
 
 FILES = [str(ROOT / f"{name}.py")
          for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
@@ -41,7 +41,8 @@ CASES = [
     (MAE, [DECODER, dict(DECODER, norm_pix_loss=False)]),
     (CrossMAE, [CROSS, dict(CROSS, feature_maps="last"), dict(CROSS, project_maps=True),
                 dict(CROSS, feature_maps=(0, 2, 4), softmax_weights=True, self_attention=True)]),
-    (HyperMAE, [HYPER, dict(HYPER, shared_blocks=1), dict(HYPER, loss_on="all"),
+    (HyperMAE, [HYPER, dict(HYPER, shared_blocks=1),
+                dict(HYPER, loss_on="all", modulated_layer=2),
                 dict(HYPER, modulated_layer=0, relu_around_m=True)]),
     (MINR, [dict(RENDER, modulated_layers=(0, 3)), dict(RENDER, hypernetwork="transinr"),
             dict(RENDER, encode_visible_only=True, loss_on="masked"),
@@ -62,7 +63,6 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
                       D="self.dim"),
     "ViT.add_learned_tokens": dict(K="tokens.shape[1]", D="self.dim"),
     "ViT.encode": dict(K="tokens.shape[1]", D="self.dim"),
-    "ViT.targets": dict(P="ids.shape[1]"),
     "ViT.paste_patches": dict(P="ids.shape[1]"),
     "CrossAttention.forward": dict(P="x.shape[1]", heads="self.heads"),
     "CrossBlock.forward": dict(P="x.shape[1]"),
@@ -162,16 +162,14 @@ def runs():
     yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
     for kind in ("grid", "block"):
         yield lambda: mask_noise(kind, B, (11, 13)), model, sizes, True
-    yield lambda: to_released(model), model, sizes, False
     small = MAE(**{**SIZES, "img_size": (10, 21)}, **DECODER).state_dict()
     yield lambda: transfer(model, small, (2, 3)), model, sizes, False
     for options in POOLS:
         model = finetune.Classifier(**{**SIZES, **options}, classes=12)
         sizes = dict(B=B, classes=12, width=76)
         yield lambda: model(images, torch.arange(B)), model, sizes, True
-    args = settings(k=4, eval_images=None)
     data = train.ImageDataset((255 * images).byte(), torch.arange(B), [*"abcdefghijkl"])
-    yield lambda: finetune.evaluate(finetune.knn(model, data, args, (55, 91)), data, args,
+    yield lambda: finetune.evaluate(finetune.knn(model, data, 4, HERE), data, HERE,
                                     (55, 91)), model, sizes, False
 
 
@@ -329,9 +327,9 @@ class Flipped(MAE):
         views = views + 0                                  # (B, C, H, W); eq. 1, ViT eq. 7
         return super().forward(images, noise)
 
-    def decode(self, latent, ids_keep, ids_mask, P):
-        x = latent.flip(1) if P < 1e9 else "&<b>"          # (B, 1+K, D) <i> "other" & way
-        return super().decode(x, ids_keep, ids_mask, P)
+    def decode(self, latent, ids_keep, ids_mask, visible_too=False):
+        x = latent.flip(1) if not 3 < 2 else "&<b>"          # (B, 1+K, D) <i> "other" & way
+        return super().decode(x, ids_keep, ids_mask, visible_too)
 '''
 
 
@@ -344,7 +342,7 @@ def test_own_method(tmp_path, monkeypatch):
     monkeypatch.setitem(train.METHODS, "flipped", cls)
     main(["flipped", "--out", str(tmp_path / "a.html")])
     text, rows = read_page(tmp_path / "a.html")
-    assert 'x = latent.flip(1) if P < 1e9 else "&<b>"' in text and '<i> "other" & way' in text
+    assert 'x = latent.flip(1) if not 3 < 2 else "&<b>"' in text and '<i> "other" & way' in text
     assert rows["flipped.py", 17].strip() == "(B, 1+K, D) (1, 25, 80)"
     assert "mae.py, MAE.decode" in text and "views (1, 1, 32, 48)" in text
     assert "<svg" not in (tmp_path / "a.html").read_text()             # MAE's would be wrong
