@@ -209,9 +209,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
     train.start_processes(args)
-    train.fill_in(args, dict(size="base", img_size=[(224, 224)], batch_size=16)
-                  if args.device.type == "cuda" else
-                  dict(size="micro", img_size=[(32, 32)], batch_size=64))
+    gpu = args.device.type == "cuda"
+    args.size = args.size or ("base" if gpu else "micro")
+    args.img_size = args.img_size or [(224, 224) if gpu else (32, 32)]
+    args.batch_size = args.batch_size or (16 if gpu else 64)
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {args.device}, "
           f"{torch.get_num_threads()} threads, {args.dtype}")
     print(f"{args.warmup} + {args.steps} training steps for each method: ViT-{args.size}, "
