@@ -907,11 +907,11 @@ def read_image(file):
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return v2.functional.pil_to_tensor(image.convert("RGB"))
     except Exception as error:                             # a broken file can raise anything
-        known = str(file).lower().endswith(IMG_EXTENSIONS)
-        advice = "" if known else ". Save it as .jpg or .png: this type is not read"
         # torchvision's messages begin with a path of its build
         reason = re.sub(r".*\.cpp:\d+,? *", "", last_line(error))
-        raise InputError(f"cannot read {file}: {reason}{advice}") from None
+        if not str(file).lower().endswith(IMG_EXTENSIONS):
+            reason = "save it as .jpg or .png, because this type is not read"
+        raise InputError(f"cannot read {file}: {reason}") from None
 
 
 FAST_JPEG = hasattr(torchvision.io, "decode_image")        # which torchvision means to remove
@@ -1108,7 +1108,7 @@ def with_decoder(content, norm_pix_loss=None):
     The file does not have the number of the decoder's heads, which is 16 in all released models."""
     state, path = content["model"], content["path"]
     depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
-    require(depth, f"{path} has no decoder, so it predicts no pixels: use it for features")
+    require("decoder_pred.weight" in state, f"{path} has no decoder, so it predicts no pixels: use it for features")
     is_cross = any("cross_attn" in name for name in state)
     if norm_pix_loss is None:                              # see tests/docs/REFERENCE.md
         name = Path(path).name

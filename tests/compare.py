@@ -273,8 +273,8 @@ def read_numbers(path):
 
 # --------------------------------------------------------------------------------- the comparison
 def table_of(numbers, specs, column):
-    """Return rows (dicts) for a column: mean ± std of each spec, and how it differs from the first.
-    """
+    """Return a row (dict) for each spec: its mean ± std in a column, and how it differs from the
+    first one."""
     rows, places = [], precision(column)[0]
     for spec in specs:
         by_seed = numbers.differences(spec, specs[0], column) if spec != specs[0] else {}

@@ -381,8 +381,9 @@ def handout(folder, names):
             "references in `tests/lib/references.py`; try not to look at those. Ties, speed and "
             "errors for invalid arguments are not checked.",
             "Install: `pip install -r requirements.txt`. Until every function is written, "
-            "`train.py` and `pytest` stop with an error that ends in `exercise: NAME`. The README describes the complete "
-            "project.", f"All tasks: `python -m tests.exercise --check {' '.join(names)}`",
+            "`train.py` and `pytest` stop with an error that ends in `exercise: NAME`. The README "
+            "describes the complete project.",
+            f"All tasks: `python -m tests.exercise --check {' '.join(names)}`",
             "Once they are right, `python -m pytest` compares losses, predictions and gradients of "
             "all methods with the numbers of the released codes, however you wrote the functions. "
             "(This copy lacks the project's other tests, e.g. of speed and of comments.)"]

@@ -24,7 +24,7 @@ import torch
 
 from finetune import Classifier
 from tests.bench import flops_of_step
-from tests.compare import (PIXELS, precision, pretraining, read_lines, read_numbers, run_all, slug)
+from tests.compare import PIXELS, pretraining, read_lines, read_numbers, run_all, slug
 from tests.lib.plot import draw
 from train import METHODS
 from vit import SIZES
@@ -247,7 +247,7 @@ def pays_curves(numbers, labels):
                               for cost, found in values]
 
 
-PRETRAINED = {"after_pretraining": 100, "from_scratch": 0}             # ViT-tiny: for how many epochs
+PRETRAINED = {"after_pretraining": 100, "from_scratch": 0}             # logs: epochs without labels
 
 
 def recipe_curves(folder, by_cost=False):

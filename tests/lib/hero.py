@@ -48,8 +48,7 @@ def run_forward():
     torch.manual_seed(0)
     with torch.no_grad():
         for node in ast.parse(source).body[0].body[1:-1]:
-            code = textwrap.dedent(ast.get_source_segment(source, node, padded=True))
-            exec(code, MAE.forward.__globals__, names)
+            exec(ast.unparse(node), MAE.forward.__globals__, names)
             if isinstance(node, ast.Assign):               # an `if` does not run here
                 lines.append(" ".join(ast.get_source_segment(source, node).split()))
         return lines, names, MAE(**config)(images, noise)[0].item()

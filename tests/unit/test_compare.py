@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import train
 from tests import compare
 from tests.unit.conftest import parsed
 from vit import InputError
@@ -102,7 +103,7 @@ def test_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
 
 def test_jobs_side_by_side(monkeypatch, tmp_path):
-    """A teacher that two need is never trained twice at once. After an interrupt, nothing starts."""
+    """Two that need a teacher do not train it at once. After an interrupt, nothing starts."""
     running, done = [], []
 
     def run(command, *_):
@@ -125,41 +126,42 @@ def test_jobs_side_by_side(monkeypatch, tmp_path):
     assert {*done[4:]} <= {"stop", "c"}
 
 
-def test_a_command_in_a_process(pretrain, folder, monkeypatch):
-    """Its numbers are from the log of its run, or from what it printed. What it began is resumed.
-    If it fails, the error has its last line."""
-    last = pretrain()["history"][-1]
-    root = Path(compare.__file__).parent.parent
-    for file in root.glob("*.py"):
-        Path(file.name).symlink_to(file)
-    started, popen = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **more: started.append(words) or popen(
-        words, **more))
-    data = f"--data {folder} --workers 0"
-    numbers = compare.run(f"python train.py --eval runs/mae/last.pt {data} --mask_ratios 0.75 0.5")
-    assert numbers[compare.PIXELS] == pytest.approx(last["psnr_masked"], abs=1e-3)
-    assert len(numbers) == 6 and "--resume" not in started[0]
+def test_a_command_in_a_process(monkeypatch, tmp_path, capfd):
+    """What it prints is shown with a title. A run that has begun is resumed. If a command fails,
+    the error has its exit code and its last line."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.py").write_text("import sys; print(sys.argv[1:], '\\r'); sys.exit('no luck: é')")
     with pytest.raises(compare.Failed) as error:
-        compare.run(f"python finetune.py --checkpoint runs/mae/last.pt {data} --epochs -1 "
-                    "--runs runs --name mae", "mae, seed 0")
-    lines = str(error.value).splitlines()
-    assert lines[0] == "mae, seed 0: failed with exit code 2" and "--epochs -1" in lines[1]
-    assert lines[2].startswith("  finetune.py: error: argument --epochs") and (
-        started[1][-1] == "--resume")
+        compare.run("python run.py 'a b' && python no.py", "mae, seed 0")
+    assert str(error.value).splitlines() == [
+        "mae, seed 0: failed with exit code 1", "  python run.py 'a b'", "  no luck: é"]
+    assert "mae, seed 0: ['a b']" in capfd.readouterr().out
+    command = "python -c 'import sys; print(sys.argv[1:])' --runs R --name a"
+    Path("R/a").mkdir(parents=True)
+    Path("R/a/log.jsonl").write_text('{"top1": 1.0}\n{"top1": 2.0}\n')
+    assert compare.run(command) == {"top1": 2.0}           # the last row of its log
+    assert "['--runs', 'R', '--name', 'a', '--resume']" in capfd.readouterr().out
+    Path("R/a").rename("R/b")
+    with pytest.raises(FileNotFoundError):
+        compare.run(command)
+    assert "--name', 'a']" in capfd.readouterr().out
 
 
-def test_numbers_of_a_run(monkeypatch, tmp_path):
-    def prints(text):
+def test_numbers_that_are_printed(pretrain, monkeypatch):
+    """PSNR, accuracies and tables of tests.analyses."""
+    def numbers(text):
         process = SimpleNamespace(stdout=text.splitlines(keepends=True), wait=lambda: 0)
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
-    prints("top1 12.50, top5 50.00, on 4 images\n")
-    assert compare.run("python finetune.py --mode knn") == {"top1": 12.5}
-    prints("R^2\nalpha  branch subordinate  control subordinate\n0.200  0.103  0.074\n")
-    assert compare.run("python -m tests.analyses") == {
-        "alpha 0.200 branch subordinate": 0.103, "alpha 0.200 control subordinate": 0.074}
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/log.jsonl").write_text('{"top1": 1.0}\n{"top1": 2.0}\n')
-    assert compare.run(f"python finetune.py --runs {tmp_path} --name a") == {"top1": 2.0}
+        return compare.run("python train.py --eval")
+    last = pretrain()["history"][-1]
+    rows = train.main(["--eval", "runs/mae", "--mask_ratios", "0.75", "0.5", "--workers", "0"])
+    found = numbers(train.as_table(rows))
+    assert found[compare.PIXELS] == pytest.approx(last["psnr_masked"], abs=1e-3)
+    assert [*found] == [f"random {ratio} psnr_{part}" for ratio in ("0.750", "0.500")
+                        for part in ("masked", "image", "decoded")]
+    assert numbers("top1 12.50, top5 50.00, on 4 images\n") == {"top1": 12.5}
+    assert numbers("R^2\nalpha  branch subordinate  control psnr\n0.200  0.103  0.074\n") == {
+        "alpha 0.200 branch subordinate": 0.103, "alpha 0.200 control psnr": 0.074}
 
 
 def test_jobs_share_gpus_or_cores(monkeypatch):

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 import finetune
-from tests import results
+from tests import compare, results
 from tests.unit.conftest import ROOT, parsed
 
 
-@pytest.mark.parametrize("name", [*{**results.ENCODERS, **results.FEATURES}, "scratch", *results.PAYS])
+@pytest.mark.parametrize("name", [*{**results.ENCODERS, **results.FEATURES}, "scratch",
+                                  *results.PAYS])
 def test_commands(name):
     """The commands parse, and use only checkpoints that earlier ones have made."""
     args = SimpleNamespace(data="shapes", size="tiny", epochs=50, pretraining=["--batch_size", "8"])
@@ -56,7 +57,7 @@ def test_dots():
                 runs = sorted(y for _, y in found[name]["dot"])
                 assert runs == sorted(numbers.values(encoder, "20-NN"))
                 for value, column in zip(*found[name]["mean"], columns):
-                    places = results.precision(column)[0]
+                    places = compare.precision(column)[0]
                     assert numbers.cell(encoder, column).startswith(f"{value:.{places}f} ")
         assert len(found) >= 4
 
