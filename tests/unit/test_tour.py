@@ -5,7 +5,6 @@ import ast
 import html
 import importlib
 import itertools
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from tests import analyses, tour
 from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
-from vit import denormalize, mask_noise, pair, patchify, transfer
+from vit import denormalize, mask_noise, patchify, transfer
 
 FILES = [str(ROOT / f"{name}.py")
          for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
@@ -76,9 +75,9 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "IMAE.teach": dict(D_m="self.teacher['encoder'].dim"),
     "ridge_r2": dict(N="len(x_val)", T="x.shape[1]", a="x.shape[2]", b="y.shape[2]"),
     "evaluate": dict(b="len(images)"),
-    "knn": dict(N="len(train.labels)"),
+    "knn": dict(N="len(data.labels)"),
     "knn.embed": dict(b="len(images)"),
-    "knn.score": dict(b="len(images)", k="args.k")}
+    "knn.score": dict(b="len(images)", k="k")}
 # the same everywhere (see the top of vit.py), so that their lines need no comment
 NAMES = dict(images="(B, C, H, W)", partners="(B, C, H, W)", noise="(B, L)", mask="(B, L)",
              ids_keep="(B, K)", ids_mask="(B, M)")

@@ -7,7 +7,7 @@ from torch import nn
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from tests.lib.masks import copy_visible, fixed_noise
+from tests.lib.masks import fixed_noise
 from tests.lib.released import to_released
 from tests.unit.conftest import ROOT, same
 from tests.unit.golden import load
