@@ -117,16 +117,16 @@ def test_links(page):
 
 def test_the_papers_tables_as_flags():
     """Each row of flags, with each of its numbers, is parsed with the command above it."""
-    text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8").replace("\n", " "), 0
-    commands = {}                                          # the last one of each script
-    for italic, row, numbers in re.findall(
-            r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`\*?(?: \(([\d., ]+)\))?", text):
-        script = "finetune.py" if italic else "train.py"
-        if row.startswith(script):
-            commands[script] = row
-        elif not row.startswith("--eval"):
-            row = f"{commands[script]} {row}"
-        for row in [row, *(re.sub(r"[\d.]+$", x, row) for x in numbers.split(", ") if x)]:
-            parsed(script, row.removeprefix(script).split())
-            count += 1
-    assert count > 100
+    text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8"), 0
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+        for line in filter(None, block.replace("\\\n    ", "").splitlines()):
+            if line.startswith(("train.py ", "finetune.py ")):
+                command = line
+                continue
+            row, numbers = re.fullmatch(
+                r"(?=.{14}--).{14}(--[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?:    # .*)?", line).groups()
+            row = f"train.py {row}" if row.startswith("--eval") else f"{command} {row}"
+            for row in [row, *(re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x)]:
+                parsed(*row.split(" ", 1)[:1], row.split()[1:])
+                count += 1
+    assert count > 150
