@@ -157,10 +157,11 @@ def test_the_papers_tables_as_flags():
             if line.startswith(("train.py ", "finetune.py ")):
                 command = line
                 continue
-            row, numbers = re.fullmatch(
-                r"(?=.{14}--).{14}(--[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?:    # .*)?", line).groups()
+            row, numbers = re.fullmatch(                   # table, flags, (numbers), # comment
+                r".{14}(--[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
             row = f"train.py {row}" if row.startswith("--eval") else f"{command} {row}"
-            for row in [row, *(re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x)]:
-                parsed(*row.split(" ", 1)[:1], row.split()[1:])
+            more = [re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x]
+            for script, *words in map(str.split, [row, *more]):
+                parsed(script, words)
                 count += 1
     assert count > 150
