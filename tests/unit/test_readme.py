@@ -2,7 +2,10 @@
 
 import ast
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torchvision import datasets
 import finetune
 import train
 from tests.unit.conftest import DECODER, ROOT, parsed, write_pictures
+from vit import normalize
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
@@ -23,17 +27,31 @@ def python(page):
 
 
 def test_python(pretrain, folder, monkeypatch):
-    """REFERENCE.md's pieces of Python run in their order. Both scripts read what its loop saves."""
+    """REFERENCE.md's pieces of Python run in their order: features of a folder, a notebook's cell,
+    a training loop whose file both scripts read, a model's methods, a photo's class name."""
     pretrain("--epochs", "0", name="mae_shapes")
     monkeypatch.setattr(datasets, "CIFAR10", lambda root, transform, download: datasets.FakeData(
         64, (3, 32, 32), transform=transform))
+    shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=shown))
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
     words = ["--data", str(folder), "--epochs", "0"]
     finetune.main(["--checkpoint", "runs/mae_shapes", *words, "--name", "mae_shapes_finetune"])
-    write_pictures(Path("photos"), "x", 1, side=50)
-    Path("photos/x/0.png").rename("photo.jpg")
+    write_pictures(Path("photos"), ".", 3, side=50)
+    for i in range(3):
+        Path(f"photos/{i}.png").rename(f"photos/{i}.jpg")
+    Path("photo.jpg").write_bytes(Path("photos/0.jpg").read_bytes())
+    Path("tests").symlink_to(ROOT / "tests")
     names = {}
     for piece in python("REFERENCE.md"):
-        exec(piece, names)
+        if "import timm" not in piece:                     # test_timm
+            exec(piece, names)
+    model = train.load_model("tests/models/tiny.pt")
+    photo = train.center_crop(train.read_image("photo.jpg"), (32, 32))[None]
+    tokens = model.encoder(normalize(photo, model))        # (1, 1+64, 192)
+    assert [*sorted(names["features"])] == ["0.jpg", "1.jpg", "2.jpg"]
+    assert torch.allclose(names["features"]["0.jpg"], tokens[0, 1:].mean(0), atol=1e-5)
+    assert names["scores"]["epoch"] == 1 and names["scores"]["psnr_masked"] > 5
     assert names["name"] in ("a", "b") and names["photo"].shape == (3, 16, 16)
     rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
@@ -79,20 +97,22 @@ def test_a_method_needs_only_its_file_and_vit():
 
 
 def test_timm(tmp_path, monkeypatch):
-    """SCALE.md's Python gives timm's ViT our weights."""
+    """REFERENCE.md's Python gives timm's ViT our weights."""
     pytest.importorskip("timm")
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(python("SCALE.md")[0], names)
-    x, model, other = torch.randn(2, 3, 224, 224), names["model"], names["vit"]
+    Path("tests").symlink_to(ROOT / "tests")
+    names, (piece,) = {}, [x for x in python("REFERENCE.md") if "import timm" in x]
+    exec(piece, names)
+    x, model, other = torch.randn(2, 3, 32, 32), names["model"], names["vit"]
     assert (other.forward_features(x) - model.encoder(x)).abs().max() < 1e-5
-    assert train.read_checkpoint("mae_vit_base.pth")["config"]["depth"] == 12
+    assert train.read_checkpoint("mae_vit_tiny.pth")["config"]["depth"] == 12
 
 
 def test_commands():
     """Commands parse and use only runs that earlier ones have made."""
     runs, shell = set(), "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL))
-    for script, words in re.findall(r"(\w+\.py)(.*?)(?:  #.*)?\n", shell.replace("\\\n", "")):
+    for script, words in re.findall(r"((?:train|finetune)\.py)(.*?)(?:  #.*)?\n",
+                                    shell.replace("\\\n", "")):
         assert {*re.findall(r"runs/(\w+)/last.pt", words)} <= runs
         args = parsed(script, words.split())
         if script == "train.py" and not args.eval:
@@ -100,6 +120,20 @@ def test_commands():
             assert name not in runs, f"two runs are called {name}"
             runs.add(name)
     assert runs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_all_pages(page, monkeypatch):
+    """Commands of both scripts parse, also with a method of one's own; programs are there."""
+    monkeypatch.setitem(train.METHODS, "yours", train.MAE)
+    text = page.read_text(encoding="utf-8")
+    shell = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
+    for line in shell.replace("\\\n", "").splitlines():
+        command = re.search(r"(?:^|[ /])(train|finetune)\.py (--.*?)(?:  #|$)", line)
+        if command:
+            parsed(f"{command[1]}.py", command[2].split())
+    for program in re.findall(r"python -m (tests\.\w+)", text):
+        assert find_spec(program), program
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -117,16 +151,17 @@ def test_links(page):
 
 def test_the_papers_tables_as_flags():
     """Each row of flags, with each of its numbers, is parsed with the command above it."""
-    text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8").replace("\n", " "), 0
-    commands = {}                                          # the last one of each script
-    for italic, row, numbers in re.findall(
-            r"(\*?)`((?:(?:train|finetune)\.py )?--.*?)`\*?(?: \(([\d., ]+)\))?", text):
-        script = "finetune.py" if italic else "train.py"
-        if row.startswith(script):
-            commands[script] = row
-        elif not row.startswith("--eval"):
-            row = f"{commands[script]} {row}"
-        for row in [row, *(re.sub(r"[\d.]+$", x, row) for x in numbers.split(", ") if x)]:
-            parsed(script, row.removeprefix(script).split())
-            count += 1
-    assert count > 100
+    text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8"), 0
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+        for line in filter(None, block.replace("\\\n    ", "").splitlines()):
+            if line.startswith(("train.py ", "finetune.py ")):
+                command = line
+                continue
+            row, numbers = re.fullmatch(                   # table, flags, (numbers), # comment
+                r".{14}(--[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
+            row = f"train.py {row}" if row.startswith("--eval") else f"{command} {row}"
+            more = [re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x]
+            for script, *words in map(str.split, [row, *more]):
+                parsed(script, words)
+                count += 1
+    assert count > 150
