@@ -237,7 +237,8 @@ class Classifier(nn.Module):
         x = self.features(images)                          # (B, D), or (B, G*D), or (B, L*D)
         with torch.autocast(images.device.type, enabled=False):        # in 16 bits, classes tie
             x = x.float()
-            return self.head(x if self.probe else self.fc_norm(x))     # (B, classes)
+            scores = self.head(x if self.probe else self.fc_norm(x))   # (B, classes)
+        return scores
 
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""

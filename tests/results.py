@@ -1,4 +1,4 @@
-"""Compare our five methods, for the tables and pictures of README.md, RESULTS.md and RECIPE.md:
+"""Compare our five methods, for the tables and pictures of README.md and RESULTS.md:
 
     python -m tests.results --out again.jsonl                  # continues where it stopped
     python -m tests.results --out again.jsonl --size tiny --epochs 50 --batch_size 512
@@ -51,7 +51,7 @@ TUNED = {  # column: flags of finetune.py
     "1%": f"{FINETUNE} --labels 0.01 --batch_size 24 --epochs 18 --warmup_epochs 1",
     "10%": f"{FINETUNE} --labels 0.1 --epochs 12 --warmup_epochs 1",
     "100%": f"{FINETUNE} --epochs 3 --warmup_epochs 0.3"}
-# ... and for RECIPE.md, where pretraining pays: encoder: (flags, {fraction of labels: epochs})
+# ... and for where pretraining pays: encoder: (flags, {fraction of labels: epochs})
 BETTER = (f"{ALIKE} --crop 0.85 --optimizer adamw --lr 2e-3 --weight_decay 0.05 --smoothing 0.1 "
           f"--drop_path 0 --pool mean --amp bf16")
 PAYS = {
@@ -161,14 +161,15 @@ def pretraining_cost(size="micro", epochs=10):
 
 def markdown(heads, rows):
     lines = [heads, ["---"] * len(heads), *(row for row in rows if any(row[1:]))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return text.replace(" ± ", "\u00a0±\u00a0")            # these stay on one line
 
 
 def results(every, encoders, columns):
     """Return a table of results, side by side for `every`. Bold: clearly different from MAE."""
     heads, rows = [""], [[NAMES[encoder]] for encoder in encoders]
     for numbers in every:
-        heads += [f"{numbers.title}: {columns[PIXELS]}", *[*columns.values()][1:], "cost"]
+        heads += [*columns.values(), "cost"]
         for row, encoder in zip(rows, encoders):
             for column in columns:
                 bold = "**" if numbers.minus(encoder, "mae", column).endswith("**") else ""
@@ -179,8 +180,7 @@ def results(every, encoders, columns):
 
 def compared(every):
     """Return the README's table: MAE's numbers, and the others' differences from them."""
-    names = {**NAMES, "mae": "MAE itself", "crossmae": "CrossMAE, all masked patches",
-             "crossmae_25": "CrossMAE, a third of them", "ginr": "MINR"}
+    names = {**NAMES, "ginr": "MINR"}
     heads, rows = ["difference from MAE"], [[names[encoder]] for encoder in FIRST[2:]]
     for numbers in every:
         heads += [f"{numbers.size}: pixels, dB", "fine-tuned, %"]
@@ -204,7 +204,7 @@ def runs_by_cost(numbers, labels):
 
 
 def pays_table(numbers):
-    """Return RECIPE.md's table of accuracies and their costs; "" if there are none."""
+    """Return the table of accuracies and their costs; "" if there are none."""
     rows = [[f"{labels:.0%}", STARTS[name], f"{epochs}", f"{cost:.1f}", numbers.cell(name, column)]
             for labels in PAYS["pretrained"][1]
             for cost, epochs, name, column in runs_by_cost(numbers, labels)]
@@ -213,15 +213,13 @@ def pays_table(numbers):
 
 
 def tables(numbers):
-    """Return three tables: results, their differences from MAE, and the differences in MORE."""
+    """Return two tables: results, and the differences in MORE."""
     columns, more = {PIXELS: "pixels, dB", **TOP1}, []
-    minus = [[name, *(numbers.minus(encoder, "mae", column) for column in columns)]
-             for encoder, name in NAMES.items() if encoder != "mae"]
     for name, (a, b, columns_a, *columns_b) in MORE.items():
         found = [numbers.minus(a, b, *pair) for pair in zip(columns_a, *columns_b)]
         more.append([name, ", ".join(filter(None, found))])
-    return "\n".join([results([numbers], NAMES, columns), markdown(["minus MAE", *columns.values()],
-                      minus), markdown(["more differences", numbers.title], more)])
+    return "\n".join([results([numbers], NAMES, columns),
+                      markdown(["more differences", "A - B"], more)])
 
 
 # ------------------------------------------------------------------ pictures
@@ -273,14 +271,14 @@ def fill(path, parts):
 
 
 def write_tables(folder):
-    """Write the tables between marks in README.md, RESULTS.md and RECIPE.md, and the pictures."""
+    """Write the tables between marks in README.md and RESULTS.md, and the pictures."""
     pictures, text = folder.parent / ".github", (folder / "docs/RESULTS.md").read_text("utf-8")
     every = [numbers for numbers in read_numbers(folder / "logs" / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
     fill(folder / "docs/RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
     fill(folder.parent / "README.md", {"results": compared(every)})
     micro = next(numbers for numbers in every if numbers.size == "micro")
-    fill(folder / "docs/RECIPE.md", {"pays": pays_table(micro)})
+    fill(folder / "docs/RESULTS.md", {"pays": pays_table(micro)})
     draw(pictures / "results.svg", [
         dict(title=f"20-NN accuracy, %: ViT-{numbers.size}", x="PSNR of masked pixels, dB",
              series=[*dots_of(numbers)]) for numbers in every], alike="scale")

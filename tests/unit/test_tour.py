@@ -5,6 +5,7 @@ import ast
 import html
 import importlib
 import itertools
+import math                                                # for LETTERS
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from tests import analyses, tour
 from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
-from vit import denormalize, mask_noise, patchify, transfer
+from vit import denormalize, mask_noise, pair, patchify, transfer
 
 FILES = [str(ROOT / f"{name}.py")
          for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
