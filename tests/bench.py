@@ -133,9 +133,10 @@ class Case:
         encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
         images = torch.randn(B, encoder.in_chans, *encoder.img_size, generator=g).to(self.device)
         noise = torch.rand(B, encoder.num_patches, generator=g).to(self.device)
-        more = {False: (), "views": (images.flip(3),),
-                True: (images.roll(1, 0), torch.tensor(0.3, device=self.device))}
-        return images, noise, *more[getattr(self.model, "pairs", False)]
+        pairs, more = getattr(self.model, "pairs", None), ()
+        if pairs:
+            more = images.roll(1, 0), torch.tensor(0.3, device=self.device)
+        return images, noise, *((images.flip(3),) if pairs == "views" else more)
 
     def step(self):
         """Take a step, wait until it has ended, and return its loss."""
