@@ -166,6 +166,8 @@ def fit(task, saved):
         shown = [f"{name} {history[-1][name]:.4g}" for name in
                  ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
         print(f"epoch {epoch}:", ", ".join(shown))
+    if here.rank == 0:
+        draw_curves(run.folder)
     print("see    ", *sorted(run.folder.glob("*.*")))
     return history[-1]
 
@@ -1022,6 +1024,13 @@ def save_run(folder, content, model, optimizer, scaler, history, columns):
     if columns:
         with side_product(folder / "recon.png"):
             save_picture(columns, folder / "recon.png")
+
+
+def draw_curves(folder):
+    """Draw curves.svg from log.jsonl with tests/curves.py, unless a copy of this project lacks it."""
+    with side_product(folder / "curves.svg"), suppress(ImportError, InputError):
+        from tests.curves import draw_run                  # only here: tests import train
+        draw_run(folder)
 
 
 @contextmanager

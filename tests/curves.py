@@ -50,6 +50,11 @@ def panels_of(runs):
     return panels
 
 
+def draw_run(folder):
+    """Draw the curves of one run: curves.svg in its folder."""
+    draw(Path(folder, "curves.svg"), panels_of([folder]))
+
+
 def main(argv=None):
     """Run `python -m tests.curves` with the arguments `argv`. Returns the path of the picture."""
     parser = Parser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False, description=__doc__,

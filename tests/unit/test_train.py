@@ -518,7 +518,7 @@ def test_what_changes_nothing(pretrain):
 def test_a_run_leaves_everything(pretrain):
     content = pretrain("--img_size", "16,24")
     assert {p.name for p in Path("runs/mae").iterdir()} == {
-        "last.pt", "log.jsonl", "recon.png", "steps.jsonl"}
+        "curves.svg", "last.pt", "log.jsonl", "recon.png", "steps.jsonl"}
     assert [row["epoch"] for row in log()] == [1, 2] and content["history"] == log()
     assert content["method"] == "mae" and content["epoch"] == 2 and content["classes"] == ["a", "b"]
     assert content["flags"]["batch_size"] == 8 and content["flags"]["seed"] == 0
