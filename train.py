@@ -1170,6 +1170,10 @@ def source_of(cls):
 def initialize(model, content, path):
     """Initialise `model` from `content`, a checkpoint read from `path`: the encoder, and the
     decoder or head if it matches. Prints what is newly initialised and what is not loaded."""
+    encoder, config = model.encoder, content["config"]
+    require((encoder.dim, len(encoder.blocks)) == (config["dim"], config["depth"]),
+            f"{path} has an encoder of width {config['dim']} and depth {config['depth']}, not "
+            f"{encoder.dim} and {len(encoder.blocks)}: leave out --size, --dim and --depth")
     state = model.from_mae(content["model"]) if hasattr(model, "from_mae") else content["model"]
     missing, unused = transfer(model, state, grid_of(**content["config"]))
     for text, names in (("not in the file, newly initialised", missing),

@@ -442,6 +442,6 @@ def transfer(model, state, grid):
         if not part <= fits:                               # all of it or nothing
             fits -= part
     model.load_state_dict({k: state[k] for k in fits}, strict=False)
-    for name in sorted(fits.intersection(resized)):
-        print(f"interpolated to {model.encoder.grid} patches: {name}")
+    if fits.intersection(resized):
+        print("positions resized from {}x{} to {}x{} patches".format(*grid, *model.encoder.grid))
     return sorted(own.keys() - fits), sorted(state.keys() - fits)

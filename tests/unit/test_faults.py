@@ -59,7 +59,7 @@ train | --method imae --teacher runs/mae --patch_size 8 | teacher
 eval  | --eval runs/tuned                      | runs/tuned
 eval  | --eval runs/mae runs/large             | runs/large
 tune  | --data flat/up/data/val/a              | classes
-tune  | --dim 32                               | 32
+tune  | --dim 32                               | width 16 and depth 2, not 32 ; --dim
 tune  | --part teacher                         | --part teacher
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
 test  | --data other                           | --data other
