@@ -602,7 +602,7 @@ def main(argv=None):
 #   python -m tests.tour mae
 #   sed 's|</style>|body > :not(.strip, .call), body > .call > :not(details:nth-of-type(2)) {&|
 #        s|</style>| display: none } &|' tour_mae.html > part.html
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,480 \
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,500 \
 #       --screenshot=.github/tour.png "file://$PWD/part.html"
 if __name__ == "__main__":
     shell(main)
