@@ -609,6 +609,8 @@ def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None
         checksum = zlib.crc32(os.fsencode("\n".join(names)))
         known_by = f"{len(names)} images, names {checksum:08x} (checksum)"
         img_size, small = sizes_of_files(found[0][0], img_size, patch_size)
+        if not FAST_JPEG:
+            print("note    this torchvision decodes no JPEGs: PIL does, at half the speed")
     if train_images is not None and "train" in parts:      # before the images are read
         (images, labels, classes), g = found[0], torch.Generator().manual_seed(0)
         ids = torch.randperm(len(labels), generator=g)[:train_images].tolist()

@@ -515,6 +515,26 @@ def test_what_changes_nothing(pretrain):
         assert same(plain, pretrain(*words.split(), "--overwrite")["model"]), words
 
 
+def test_settings_cannot_be_written():
+    """Neither a run's settings nor its constructor arguments can change once they are settled."""
+    run = settings()
+    for record, name in ((run, "lr"), (run, "new"), (HERE, "world")):
+        with pytest.raises(AttributeError):
+            setattr(record, name, 1)
+    with pytest.raises(TypeError):
+        run.config["dim"] = 1
+
+
+def test_what_large_runs_need(pretrain, spy):
+    """Checkpoints are mapped into memory. Each piece of --accum is normalised by itself. Validation
+    has no more workers than pieces to read."""
+    mapped = spy(torch, "load", lambda *_, mmap, **__: mmap)
+    pieces = spy(train, "normalize", lambda images, model: len(images))
+    workers = spy(train, "DataLoader", lambda *_, num_workers, **__: num_workers)
+    pretrain("--accum", "2", "--img_size", "8", "--workers", "3", "--eval_images", "4", name="new")
+    assert mapped == [True] and {*pieces} == {4} and workers == [1, 1, 1]
+
+
 def test_a_run_leaves_everything(pretrain):
     content = pretrain("--img_size", "16,24")
     assert {p.name for p in Path("runs/mae").iterdir()} == {
