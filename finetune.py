@@ -45,7 +45,7 @@ def prepare(flags, here, saved={}, folder=None):
     last.pt to resume from. Returns the settings, the model and both data sets."""
     source = saved or dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     if flags.checkpoint and not saved:
-        source = train.part_of(train.read_checkpoint(flags.checkpoint, flags.heads), flags.part)
+        source = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
     name = flags.data or source["flags"].get("data", "shapes")
     data, val, img_size = train.open_data(
         name, here, flags.img_size or source["config"].get("img_size"),
@@ -60,8 +60,8 @@ def prepare(flags, here, saved={}, folder=None):
         low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
     probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(source["model"])
     cls = train.METHODS.get(source.get("method"))          # a fork's class may set pool
-    own = {"pool": (source["config"].get("pool") or getattr(cls, "pool", None)
-                    or default_pool(extra_tokens, sizes["dim"])),
+    pool = source["config"].get("pool") or getattr(cls, "pool", None)
+    own = {"pool": pool or default_pool(extra_tokens, sizes["dim"]),
            "norm": probe and "encoder.norm.weight" in source["model"],
            "drop_path": 0.0, "smoothing": 0.0}
     run = train.settle(
@@ -259,7 +259,7 @@ def default_pool(extra_tokens, dim):
     return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
 
 
-MOST_FEATURES = 5000                                       # that --pool joined may give
+MOST_FEATURES = 5000                                       # limit for --pool joined
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; items 6, 7
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
@@ -297,7 +297,7 @@ def evaluate(score, val, here, img_size, most=None):
 
 def largest_class(val, run):
     """Return the largest class's share of the validation images in %: what a constant reaches."""
-    labels = val.labels[train.val_ids(val, run.eval_images)]
+    labels = val.labels[train.random_order(len(val.labels))[:run.eval_images]]
     return 100 * labels.bincount().max().item() / len(labels)
 
 

@@ -126,7 +126,7 @@ class HyperMAE(nn.Module):
         x = torch.cat([x, w], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
             x = block(x)                                               # (B, 1+K+n, D) Feat2W
-        w = x[:, -n:]                                                  # (B, n, D) paper: W^4
+        w = x[:, -n:]                                      # (B, n, D) paper: W^4, after 4 blocks
         return self.T @ self.proj(w)       # (B, h, h) or (B, 2 pe_dim, h); M = T Proj(W^4)
 
     def decode(self, coords, M):

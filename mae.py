@@ -65,7 +65,7 @@ class MAE(nn.Module):
 
     def encode(self, images, ids_keep):
         """Encode the visible patches ids_keep (B,K) of images (Sec. 3, "MAE encoder"). Returns
-        (B,1+K,D). The encoder gets no mask tokens: after pretraining, it gets none (Table 1c)."""
+        (B,1+K,D). The encoder gets no mask tokens: after pretraining, there are none (Table 1c)."""
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):

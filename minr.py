@@ -79,7 +79,7 @@ class MINR(nn.Module):
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette; our summary has none. Other: tests/docs/FLAGS.md
+    recipe = dict(  # the release's for Imagenette; our summary has none. Others: tests/docs/FLAGS.md
         # `crop` replaces the release's random crop of 182 x 182 pixels, which is not resized. After
         # 80% of the epochs, the release divides TransINR's learning rate by 10 (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",

@@ -4,9 +4,9 @@ Start at the top. `pretrain` opens a run's folder and its data, `settle` picks e
 `fit` trains: its two loops, over epochs and over steps, stand on one page. The other sections are:
 settling, evaluation, data, checkpoints, processes, command line.
 
-Three records hold what a run knows, and nothing can change them: `flags` has the command line,
-None for what was not given; `run` has every setting, which `settle` makes from the flags, the
-checkpoint and the recipe; `here` says which process this one is, and on what device it computes.
+Three read-only records describe a run: `flags` is the command line (None: not given), `run` has
+every setting, which `settle` makes from the flags, the checkpoint and the recipe, and `here` is
+this process and its device.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
@@ -79,20 +79,27 @@ def pretrain(flags):
             len(train.labels), cls.lr_scale, own=method_arguments(cls), fixed=fixed,
             method=flags.method, data=data, images=train.known_by, folder=folder,
             pairs=getattr(cls, "pairs", None), processes=f"{here.world} x {here.device}")
-        model = build_model(cls, run, here, {} if saved else source, teacher)
+        torch.manual_seed(run.seed)
+        model = cls(**run.config).to(here.device)
+        visible_count(model.encoder.num_patches, model.mask_ratio)     # checks the mask ratio
+        if flags.init and not saved:
+            initialize(model, source, flags.init)
+        if teacher:                                        # replaces one in the --init file
+            model.teacher.load_state_dict(teacher_of(teacher, run.config)[1])
+            print(f"teacher {flags.teacher}")
         return fit(Pretraining(run, here, model, train, val), saved)
 
 
 class Pretraining:
     """What `fit` has to know about pretraining; finetune.Finetuning is its sibling."""
 
-    same_draws = True                                      # of MINR's pixels: see train_step
+    same_draws = True                      # all pieces of a batch draw the same (MINR's pixels)
 
     def __init__(self, run, here, model, train, val):
         self.run, self.here, self.model, self.train, self.val = run, here, model, train, val
         if run.pairs == "images":
             check_same_class(train.labels, train.classes, run.same_class)
-        if not train.in_memory:                            # random crops, not centre crops
+        if not train.in_memory:                            # instead of open_data's centre crop
             train.transform, train.replaces = crop_transform(model.encoder.img_size, run), True
 
     def groups(self):
@@ -100,8 +107,7 @@ class Pretraining:
         return decay_groups(self.model, self.run.weight_decay)
 
     def draw(self, images, labels):
-        """Return a step's batch: images, noise and, for pairs, partners and alpha. Draws for the
-        whole batch, and returns this process's part."""
+        """Return this process's part of a step: images, noise, for pairs also partners, alpha."""
         run, here = self.run, self.here
         halves = images.chunk(2 if run.pairs else 1)       # with pairs, partners come last
         if self.train.in_memory:
@@ -117,9 +123,8 @@ class Pretraining:
 
     def evaluate(self):
         """Return scores {name: value} and the columns of recon.png, or None for no picture."""
-        run = self.run
-        return evaluate_psnr(self.model, self.val, self.here, run.mask, None, run.eval_images,
-                             run.leak_free)
+        return evaluate_psnr(self.model, self.val, self.here, self.run.mask,
+                             most=self.run.eval_images, leak_free=self.run.leak_free)
 
 
 def fit(task, saved):
@@ -149,7 +154,7 @@ def fit(task, saved):
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
-            seed = hash((run.seed, epoch - 1, step))       # integers hash the same everywhere
+            seed = hash((run.seed, epoch - 1, step))       # equal in all processes, unlike of str
             torch.manual_seed(seed)                        # seeds crops, masks and mixing
             batch = task.draw(images, labels)
             metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
@@ -166,8 +171,10 @@ def fit(task, saved):
         shown = [f"{name} {history[-1][name]:.4g}" for name in
                  ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
         print(f"epoch {epoch}:", ", ".join(shown))
-    if here.rank == 0:
-        draw_curves(run.folder)
+    if here.rank == 0:                                     # unless a copy lacks tests/
+        with side_product(run.folder / "curves.svg"), suppress(ImportError, InputError):
+            from tests.curves import draw_run              # only here: tests import train
+            draw_run(run.folder)
     print("see    ", *sorted(run.folder.glob("*.*")))
     return history[-1]
 
@@ -179,8 +186,7 @@ def train_step(net, optimizer, scaler, batch, seed, task):
     for i in range(run.accum):
         # i-MAE's alpha, a scalar, goes to every piece
         piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]
-        # Seed the draws of a piece. In pretraining, all pieces and processes draw the same numbers
-        # (MINR's pixels); in fine-tuning, each piece draws its own (drop path, MixUp, CutMix).
+        # MINR's pixels are the same in all pieces and processes; drop path and mixing differ
         torch.manual_seed(seed if task.same_draws else seed + here.rank * run.accum + i)
         inputs = task.inputs(*piece)                       # a piece at a time: floats are large
         sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
@@ -220,15 +226,13 @@ class Meter:
             asked = perf_counter()
 
     def add(self, metrics, step, lr):
-        """Add up a step's metrics, on the device. Every 20 steps, write a row and check that the
-        loss is finite: the loop's only host-device sync."""
+        """Add up a step's metrics. Every 20 steps, log the loss: the only host-device sync."""
         self.lr = lr
         for name, value in metrics.items():
             self.totals[name] = self.totals.get(name, 0) + value
         if step % 20 == 0 or step == self.steps:
             loss = metrics["loss"].item()
-            # In fp16, some steps overflow: the scaler skips them and halves its scale. If the scale
-            # is down to 1, the loss itself is wrong.
+            # in fp16, the scaler skips steps that overflow, and halves its scale, down to 1
             require(math.isfinite(loss) or self.scaler.get_scale() > 1, f"the loss is {loss} at "
                     f"epoch {self.epoch}, step {step}: use --clip_grad or a lower --lr")
             self.tqdm.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
@@ -289,8 +293,7 @@ def make_optimizer(run, here, groups):
 
 
 def wrap(model, run, here):
-    """Prepare the model for training: gradient checkpointing, DistributedDataParallel and
-    torch.compile, as requested."""
+    """Add gradient checkpointing, DistributedDataParallel and torch.compile, as requested."""
     if run.grad_checkpointing:
         for module in model.modules():
             if isinstance(module, (Block, CrossBlock)):
@@ -320,12 +323,11 @@ def describe(task):
     print(f"train   {run.epochs} epochs ({run.warmup_epochs:g} warmup), {n // run.batch_size} "
           f"steps per epoch, batch size {run.batch_size}, {run.optimizer}, lr {run.lr:.3g}")
     if run.low_res:
-        print(f"low_res {', '.join(run.low_res)} (for small images or encoders; --size and "
-              f"--batch_size do not change these)")
-    flags = {name: value for name, value in run._asdict().items()
-             if name not in ("config", "folder", "low_res")}
+        print(f"low_res {', '.join(run.low_res)} (fixed for small images or encoders)")
+    settings = {name: value for name, value in run._asdict().items()
+                if name not in ("config", "folder", "low_res")}
     return dict(method=run.method, config=dict(run.config), classes=train.classes, mean=model.mean,
-                std=model.std, flags=flags, source=source_of(type(model)))
+                std=model.std, flags=settings, source=source_of(type(model)))
 
 
 # --------------------------------------------------------------------------------------- settling
@@ -342,7 +344,7 @@ def settle(flags, sizes, recipe, low_res, n, lr_scale=1.0, least_eval_every=1, o
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
             lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments
-        eval_every: so that a run has at most 50 validations
+        eval_every: so that a run has fewer than 100 validations
     """
     given = {name: value for name, value in flags._asdict().items() if value is not None}
     small = low_res if is_low_res(sizes) else {}
@@ -381,8 +383,7 @@ def encoder_sizes(flags, img_size, source):
 
 
 def is_low_res(sizes):
-    """Return whether the low-resolution settings apply: to images of up to 64 pixels, or to an
-    encoder no wider than micro."""
+    """Return whether images are at most 64 pixels large, or the encoder is no wider than micro."""
     return max(sizes["img_size"]) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]
 
 
@@ -392,8 +393,8 @@ def method_arguments(cls):
 
 
 def find_teacher(flags, cls, saved):
-    """Return i-MAE's further constructor arguments, and the teacher's checkpoint or None. The sizes
-    are from --teacher or, if the run is resumed, from its last.pt, which also has the weights."""
+    """Return the constructor argument `teacher` in a dict, and --teacher's checkpoint, or {} and
+    None. A resumed run has both in its last.pt."""
     if "teacher" in saved.get("config", {}):
         return {"teacher": saved["config"]["teacher"]}, None
     if flags.teacher and not saved:
@@ -404,34 +405,16 @@ def find_teacher(flags, cls, saved):
     return {}, None
 
 
-def build_model(cls, run, here, source, teacher):
-    """Return a method's model. Its weights are random or from `source`, the --init file, if that
-    has any; those of the teacher are from `teacher`, a checkpoint or None."""
-    if teacher:
-        weights = teacher_of(teacher, run.config)[1]
-    torch.manual_seed(run.seed)
-    model = cls(**run.config).to(here.device)
-    visible_count(model.encoder.num_patches, model.mask_ratio)         # checks the mask ratio
-    if "model" in source:
-        initialize(model, source, run.init)
-    if teacher:                                            # replaces one in the --init file
-        model.teacher.load_state_dict(weights)
-        print(f"teacher {run.teacher}")
-    return model
-
-
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, leak_free=False):
-    """Return three mean PSNRs in dB: of the masked pixels, of the image with visible pixels copied
-    in, and of the raw reconstruction. Masks follow the pattern `mask` and depend only on the
-    image's index. Also returns columns {title: up to 8 images}: original, masked, decoded (the raw
-    reconstruction), and completed (with visible pixels copied in)."""
+    """Return the mean PSNRs in dB of the masked pixels, of the image with visible pixels copied in
+    ("completed") and of the raw reconstruction ("decoded"), and columns {title: up to 8 images} for
+    save_picture. Masks follow the pattern `mask` and depend only on the image's index."""
     if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
-    # a process without images reports zeros
-    sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded"), 0)
+    sums = {"psnr_masked": 0, "psnr_image": 0, "psnr_decoded": 0}      # zeros without images
     for ids, images, _ in val_batches(val, here, encoder.img_size, most):
         # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
@@ -458,8 +441,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
 def compare(flags):
     """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
     Saves a picture for the first mask and ratio. tests/analyses.py has the papers' analyses."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    require(world == "1", f"--eval runs in one process, not in {world}")
+    require(os.environ.get("WORLD_SIZE", "1") == "1", "--eval runs in one process: drop torchrun")
     here, data, problem = start_processes(flags), flags.data, ""
     rows, columns, paths = [], {}, []
     for word in flags.eval:                                # Windows shells do not expand runs/*
@@ -467,7 +449,6 @@ def compare(flags):
     for path in paths:
         content = read_checkpoint(path)
         try:
-            require(content["method"] != "classifier", "a classifier predicts no pixels")
             model = load_model(content, norm_pix_loss=flags.norm_pix_loss).to(here.device)
             require(getattr(model, "reconstruct", None), "its method predicts no pixels")
         except InputError as error:
@@ -486,8 +467,7 @@ def compare(flags):
         for mask, ratio in product(flags.masks, flags.mask_ratios):
             scores, images = evaluate_psnr(model, val, here, mask, ratio, flags.eval_images,
                                            flags.leak_free)
-            rows.append({"checkpoint": content["path"], "mask": mask, "mask_ratio": ratio,
-                         **scores})
+            rows.append(dict(checkpoint=content["path"], mask=mask, mask_ratio=ratio, **scores))
             if (mask, ratio) == (flags.masks[0], flags.mask_ratios[0]):
                 columns = columns or {name: images[name] for name in ("original", "masked")}
                 title = f"{name_of(content['path'])}\n{scores['psnr_masked']:.2f} dB"
@@ -508,8 +488,7 @@ def compare(flags):
 
 
 def save_picture(columns, path):
-    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture, with titles at the top.
-    Enlarges small images to at most 96 pixels. Shows three channels, or one if they have fewer."""
+    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture. Enlarges small images."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
     size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
@@ -535,16 +514,15 @@ def as_table(rows):
 
 # ------------------------------------------------------------------------------------------- data
 class ImageDataset(Dataset):
-    """Training or validation images, class names, and labels (N,), where -1 means unlabelled.
-    `images` is a uint8 tensor (N,C,H,W) or a list of N file names. Files need a `transform`. With
-    it, workers load images one by one. Without it, crop_batch crops whole batches for training.
+    """Images, labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor (N,C,H,W)
+    or a list of N files. With a `transform`, which files need, workers load images one by one.
 
-    A file that cannot be read is an error. But in training (`replaces`), another image is shown
-    instead; load_images adds the reason to `unreadable`, which check_unreadable looks at."""
+    A file that cannot be read is an error. If `replaces` is set, as in training, another image is
+    shown instead, and load_images adds the reason to `unreadable`: see check_unreadable."""
 
     def __init__(self, images, labels, classes, transform=None):
         self.in_memory = torch.is_tensor(images)
-        # An array of bytes: counting references would copy a list of strings into every worker.
+        # Bytes in one array: with a list, reference counts would copy all strings into every worker
         self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
         self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, transform
         self.replaces, self.unreadable, self.known_by = False, set(), ""
@@ -589,7 +567,7 @@ def check_unreadable(dataset, here, tell):
 def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None,
               train_images=None):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
-    in memory are on the device. By a dataset's `known_by`, --resume recognises the data."""
+    in memory are on the device. --resume recognises the data by `known_by`."""
     root, known_by, small = Path(name).absolute(), name, True
     if name == "shapes":
         counts = {"train": 10_000, "val": 1_000}           # also the seeds
@@ -601,9 +579,8 @@ def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None
         found = open_tensors(name, parts)
         known_by = f"{zlib.crc32(found[0][0].contiguous().numpy()):08x} (checksum)"
     else:
-        require(root.exists(), f"--data {name} does not exist: pass shapes, cifar10, cifar100, a "
-                               f".pt file or a folder of images")
-        require(root.is_dir(), f"--data {name} is a file: pass the folder of your images")
+        problem = "is a file: pass its folder" if root.exists() else "does not exist: pass a folder"
+        require(root.is_dir(), f"--data {name} {problem}, a .pt file, shapes, cifar10 or cifar100")
         found = list_folder(root, parts)
         names = [file[len(str(root)):] for files, *_ in found for file in files]
         checksum = zlib.crc32(os.fsencode("\n".join(names)))
@@ -611,24 +588,22 @@ def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None
         img_size, small = sizes_of_files(found[0][0], img_size, patch_size)
         if not FAST_JPEG:
             print("note    this torchvision decodes no JPEGs: PIL does, at half the speed")
-    if train_images is not None and "train" in parts:      # before the images are read
-        (images, labels, classes), g = found[0], torch.Generator().manual_seed(0)
-        ids = torch.randperm(len(labels), generator=g)[:train_images].tolist()
-        chosen = images[ids] if torch.is_tensor(images) else [images[i] for i in ids]
-        found[0] = chosen, torch.as_tensor(labels)[ids], classes
-    for i, (images, labels, classes) in enumerate(found):
-        size = img_size or tuple(images.shape[2:])
-        found[i] = ImageDataset(images, labels, classes)
-        if not torch.is_tensor(images):
-            found[i].transform = partial(center_crop, img_size=size)
-            if small and 3 * len(images) * size[0] * size[1] <= MEMORY:
-                found[i] = read_into_memory(found[i], size, here, replaces=parts[i] == "train")
+    datasets = []
+    for part, (images, labels, classes) in zip(parts, found):
+        data, size = ImageDataset(images, labels, classes), img_size or tuple(images.shape[2:])
+        if part == "train" and train_images is not None:   # before the images are read
+            data.select(random_order(len(labels))[:train_images])
+        if not data.in_memory:
+            data.transform = partial(center_crop, img_size=size)
+            if small and 3 * len(data.labels) * size[0] * size[1] <= MEMORY:
+                data = read_into_memory(data, size, here, replaces=part == "train")
         elif any(own > side for own, side in zip(images.shape[2:], size)):
-            found[i].images = v2.functional.resize(images, size)       # antialiased
-        if found[i].in_memory:
-            found[i].images = found[i].images.to(here.device).contiguous()
-        found[i].known_by = known_by
-    return *found, size
+            data.images = v2.functional.resize(data.images, size)      # antialiased
+        if data.in_memory:
+            data.images = data.images.to(here.device).contiguous()
+        data.known_by = known_by
+        datasets.append(data)
+    return *datasets, size
 
 
 def open_cifar(name, here, parts):
@@ -649,39 +624,30 @@ def open_cifar(name, here, parts):
 def open_tensors(file, parts):
     """Return (images, labels, classes) for each of the `parts` of a .pt file: a dict, whose values
     are uint8 images (N,C,H,W), alone or with labels (N,) and class names."""
+    found = []
     try:
         content = torch.load(file, weights_only=True)
-        values = [content[part] for part in parts]
-    except Exception as error:
+        for part in parts:
+            value = content[part]
+            images, labels, names = (value, None, []) if torch.is_tensor(value) else value
+            if isinstance(names, dict):
+                names = [names[key] for key in sorted(names)]
+            labels = torch.full((len(images),), -1) if labels is None else torch.as_tensor(labels)
+            found.append((images, labels, [*map(str, names)]))
+    except Exception as error:                             # a wrong file can raise anything
         raise InputError(f"--data {file} must be a dict of tensors with {' and '.join(parts)}, see "
                          f"tests/docs/FORKS.md: {last_line(error)}")
-    found = []
-    for part, value in zip(parts, values):
-        alone = not isinstance(value, (tuple, list)) or len(value) != 3
-        images, labels, names = (value, None, []) if alone else value
-        where, good = f"--data {file}, {part}", torch.is_tensor(images) and images.ndim == 4
-        require(good and images.dtype is torch.uint8 and len(images), f"{where}: images must be a "
-                f"uint8 tensor (N,C,H,W) with N above 0, not "
-                f"{f'{images.dtype} {tuple(images.shape)}' if good else type(images).__name__}")
-        n, labels = len(images), [-1] * len(images) if labels is None else labels
-        require(isinstance(names, (list, tuple, dict)), f"{where}: class names must be a list, not "
-                                                        f"{type(names).__name__}")
-        if isinstance(names, dict):
-            names = [names[key] for key in sorted(names)]
-        with suppress(TypeError, ValueError):              # of lists that hold no numbers
-            labels = torch.as_tensor(labels)
-        require(torch.is_tensor(labels) and labels.shape == (n,) and labels.dtype in INTEGERS,
-                f"{where}: labels must be {n} integers, not "
-                f"{getattr(labels, 'dtype', 'a list')} {tuple(getattr(labels, 'shape', ()))}")
+    for part, (images, labels, names) in zip(parts, found):
+        where, n = f"--data {file}, {part}", len(images)
+        require(images.ndim == 4 and images.dtype is torch.uint8 and n, f"{where}: images must be "
+                f"a uint8 tensor (N,C,H,W), not {images.dtype} {tuple(images.shape)}")
+        require(labels.shape == (n,) and not labels.is_floating_point(), f"{where}: labels must be "
+                f"{n} integers, not {labels.dtype} {tuple(labels.shape)}")
         low, high = labels.min().item(), labels.max().item()
         require(low == high == -1 or 0 <= low and high < len(names), f"{where}: labels are from "
                 f"{low} to {high}, but must be from 0 to {len(names) - 1}, for {len(names)} names")
-        found.append((images, labels.long(), [*map(str, names)]))
     require(found[0][2] == found[-1][2], f"--data {file}: the parts have different class names")
-    return found
-
-
-INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+    return [(images, labels.long(), names) for images, labels, names in found]
 
 
 def read_into_memory(dataset, size, here, replaces):
@@ -697,10 +663,9 @@ def read_into_memory(dataset, size, here, replaces):
 
 
 def sizes_of_files(files, img_size, patch_size):
-    """Return the image size (H, W), and whether images are small. The default size is that of the
-    largest of 50 images, or 224 x 224 if that is larger, rounded down to a multiple of patch_size
-    or, if that is None, of 16 (8 below 128 pixels). Small images have sides below 224 pixels and,
-    rounded down, at most img_size."""
+    """Return the image size (H, W), and whether images are small: below 224 pixels and, rounded
+    down, at most img_size. The default img_size is that of the largest of 50 images, at most 224,
+    rounded down to a multiple of patch_size or, by default, of 16 (below 128 pixels, 8)."""
     some, shapes, more = files[::math.ceil(len(files) / 50)], [], 0
     for file in some:
         with suppress(InputError):
@@ -727,28 +692,26 @@ PART = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|uation)?([\W_]*"
 
 def list_folder(root, parts):
     """Return (files, labels, classes) for each of the `parts`. The files are in train/ and val/,
-    there in class folders or without any, or in a plain folder, where a hash of the name selects
-    about 5% for val."""
+    with or without class folders, or in a plain folder, of which a hash selects 5% for val."""
     found = {}
     if (root / "train").is_dir() or (root / "val").is_dir():
         for part in parts:
             require((root / part).is_dir(), f"--data {root} has no {part}/: add it or, to pretrain "
                                             f"without labels, pass a plain folder of images")
             start, files = len(str(root / part)) + 1, find_images(root / part, has_classes=True)
-            labelled = [file for file in files if os.sep in file[start:]]
             require(files, f"{root / part} has no images ({' '.join(IMG_EXTENSIONS)})")
-            if labelled and len(labelled) < len(files):
-                print(f"note    {len(files) - len(labelled)} images of {part}/ are in no class "
-                      f"folder and are left out")
+            labelled = [file for file in files if os.sep in file[start:]]
+            if 0 < len(labelled) < len(files):
+                left_out = len(files) - len(labelled)
+                print(f"note    {left_out} images of {part}/ are in no class folder and left out")
             names = [file[start:].split(os.sep)[0] for file in labelled]
             classes = {name: i for i, name in enumerate(sorted({*names}))}
             labels = [classes[name] for name in names] or [-1] * len(files)
             found[part] = labelled or files, labels, [*classes]
         differ = sorted({*found[parts[0]][2]} ^ {*found[parts[-1]][2]})
         hint = ". In Tiny-ImageNet, val_annotations.txt has them" * ("images" in differ)
-        require(not differ, f"--data {root}: train/ and val/ must have the same class folders, "
-                            f"with images in each; {len(differ)} differ: "
-                            f"{', '.join(differ[:5])}{hint}")
+        require(not differ, f"--data {root}: train/ and val/ must have the same class folders, but "
+                            f"{len(differ)} differ: {', '.join(differ[:5])}{hint}")
         return [found[part] for part in parts]
     files = find_images(root)
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
@@ -764,9 +727,8 @@ def list_folder(root, parts):
 
 def find_images(root, has_classes=False):
     """Return the sorted image files in a folder and its subfolders. Follows links, but reads each
-    folder once. Skips names that begin with a dot, __MACOSX, and runs of train.py. Prints the
-    number of files of other types. Raises OSError if a folder cannot be listed and, unless its
-    subfolders are classes, InputError if they look like parts of a data set."""
+    folder once. Skips hidden names, __MACOSX and runs. Raises OSError if a folder cannot be listed
+    and, unless its subfolders are classes, InputError if they look like parts of a data set."""
     def fail(error):
         raise error
     files, others = [], []
@@ -786,9 +748,8 @@ def find_images(root, has_classes=False):
         files += [os.path.join(folder, name) for name in images]
         others += [os.path.splitext(name)[1].lower() for name in {*names} - {*images}]
     if others:
-        types = " ".join(sorted({*others})[:9])
-        print(f"note    other files in {root} are not read: {len(others)} ({types}). Save photos "
-              f"as .jpg or .png")
+        print(f"note    other files in {root} are not read: {len(others)} "
+              f"({' '.join(sorted({*others})[:9])}). Save photos as .jpg or .png")
     return sorted(files)
 
 
@@ -829,14 +790,15 @@ def load_images(dataset, batches, here):
         yield [torch.cat([x.to(**to_device) for x in part]) for part in (images, labels)]
 
 
-def val_ids(dataset, most=None):
-    """Return the indices (n,) of at most `most` images to validate on, in a fixed random order."""
-    return torch.randperm(len(dataset.labels), generator=torch.Generator().manual_seed(0))[:most]
+def random_order(n):
+    """Return the indices 0, ..., n-1 in a random order, which is always the same."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))
 
 
 def val_batches(dataset, here, img_size, most=None):
-    """Yield this process's batches (indices, images, labels) of val_ids, of at most 100 images."""
-    own = val_ids(dataset, most).tensor_split(here.world)[here.rank]
+    """Yield this process's batches (indices, images, labels), at most 100 images each, from a fixed
+    choice of at most `most` images."""
+    own = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
     batches = own.split(100) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
     for ids, (images, labels) in zip(batches, loaded):
@@ -844,9 +806,9 @@ def val_batches(dataset, here, img_size, most=None):
 
 
 def crop_batch(images, img_size, run, here):
-    """Crop, resize and flip this process's in-memory images (b,C,H,W), each independently.
-    Interpolates bilinearly (crop_transform: bicubically) and returns floats. Crops that exceed the
-    image are clipped. As in validation, images are stretched to the aspect ratio of img_size."""
+    """Crop, resize and flip this process's in-memory images (b,C,H,W), each differently. Returns
+    floats. Unlike crop_transform, interpolates bilinearly, clips crops to the image and, as in
+    validation, stretches images to the aspect ratio of img_size."""
     draws = local_part(torch.rand(run.batch_size, 5, device=images.device), here)
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = run.crop + (1 - run.crop) * area              # as a fraction of the image area
@@ -864,8 +826,7 @@ def crop_batch(images, img_size, run, here):
 
 
 def crop_transform(img_size, run, *more):
-    """Return a transform for an image (C,h,w): torchvision's random resized crop and flip, then
-    `more`. Images in memory use it only with `more`; otherwise crop_batch crops them."""
+    """Return a transform for an image (C,h,w): random resized crop and flip, then `more`."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if run.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (run.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -873,10 +834,9 @@ def crop_transform(img_size, run, *more):
 
 
 def center_crop(image, img_size, fraction=None):
-    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has the aspect ratio
-    of img_size. Its sides are `fraction` times the largest possible ones. By default, `fraction` is
-    7/8 if a side has 224 pixels or more, as in MAE's release for inputs of up to 224 pixels (224
-    of 256 pixels), and 1 otherwise."""
+    """Crop the centre of an image (C,h,w) and resize it to img_size. The crop has img_size's aspect
+    ratio, and `fraction` of the largest possible sides: by default 7/8 if a side has 224 pixels or
+    more, as in MAE's release (224 of 256 pixels), otherwise 1."""
     (h, w), (H, W) = image.shape[1:], img_size
     fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
     scale = fraction * min(h / H, w / W)
@@ -918,19 +878,17 @@ def read_image(file):
         raise InputError(f"cannot read {file}: {reason}") from None
 
 
-FAST_JPEG = hasattr(torchvision.io, "decode_image")        # which torchvision means to remove
-# pixels are read, however long a PNG's texts and colour profile are
+FAST_JPEG = hasattr(torchvision.io, "decode_image")        # torchvision plans to remove it
+# also read PNGs whose texts or colour profile are long
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2 ** 30
 
-# m, q, k: at angle a, the outline has radius (2^(k/2-1) (|cos ma/4|^k + |sin ma/4|^k)) ^ -1/q
-SHAPES = {  # (Gielis's superformula; the factor 2^(k/2-1) makes the largest radius 1)
+SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
 
 def draw_shapes(n, img_size, seed):
-    """Draw n images (n,3,H,W), uint8, each with a shape on a background of another colour. Returns
-    the images and their labels (n,)."""
+    """Draw n images (n,3,H,W), uint8, of coloured shapes. Returns them and their labels (n,)."""
     g, (H, W), images = torch.Generator().manual_seed(seed), img_size, []
     rows, columns = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)    # (H, 1), (W,)
     labels = torch.arange(n) % len(SHAPES)
@@ -955,9 +913,8 @@ def draw_shapes(n, img_size, seed):
 # ------------------------------------------------------------------------------------ checkpoints
 @contextmanager
 def open_run(flags, here, name):
-    """Create the folder of a run, named `name` unless --name is given. Yields the folder, and its
-    last.pt if --resume finds one, otherwise {}. Raises InputError if the folder exists, without
-    --resume or --overwrite. Afterwards, removes a new folder in which nothing was saved."""
+    """Create a run's folder, --name or `name`. Yields it and, for --resume, its last.pt, or {}.
+    Raises InputError if it exists, without --resume or --overwrite. Removes it if left empty."""
     folder = Path(flags.runs, flags.name or name.replace(" ", "_"))
     last, created = folder / "last.pt", False
     if here.rank == 0:
@@ -990,9 +947,8 @@ def open_run(flags, here, name):
 
 
 def begin_files(folder, history):
-    """Prepare a run's folder. A resumed run gets the log up to its last.pt: a killed one may lack
-    the last row, or have rows of steps that come again. For a new run, an old last.pt moves to
-    replaced.pt until there is a new one, so that no later --resume continues the old run."""
+    """Cut a resumed run's logs back to its last.pt, because steps after it come again. For a new
+    run, move an old last.pt to replaced.pt, so that no later --resume continues the old run."""
     steps, last = folder / "steps.jsonl", folder / "last.pt"
     if history:
         write_rows(folder / "log.jsonl", history)
@@ -1006,8 +962,7 @@ def begin_files(folder, history):
 
 
 def name_of(path):
-    """Return the name that data or a checkpoint has in the names of runs: a last.pt's folder,
-    otherwise the file's or folder's name."""
+    """Return what runs are named after: a last.pt's folder, otherwise the file or folder."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
@@ -1028,16 +983,9 @@ def save_run(folder, content, model, optimizer, scaler, history, columns):
             save_picture(columns, folder / "recon.png")
 
 
-def draw_curves(folder):
-    """Draw curves.svg from log.jsonl with tests/curves.py, unless a copy of this project lacks it."""
-    with side_product(folder / "curves.svg"), suppress(ImportError, InputError):
-        from tests.curves import draw_run                  # only here: tests import train
-        draw_run(folder)
-
-
 @contextmanager
 def side_product(path):
-    """Turn an OSError while `path` is written into a note: it must not cost the result."""
+    """Turn an OSError while `path` is written into a note, so that the run goes on."""
     try:
         yield
     except OSError as error:
@@ -1070,10 +1018,11 @@ def checkpoint_file(path):
     return Path(path, "last.pt") if Path(path).is_dir() else Path(path)
 
 
-def read_checkpoint(path, heads=None):
+def read_checkpoint(path, heads=None, part="encoder"):
     """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
     dict with path, method (None for a released file), config (constructor arguments), model (state
-    dict), mean, std, flags and more. Tensors are read from the disk when they are used."""
+    dict), mean, std, flags and more. With another `part`, e.g. a momentum teacher, that ViT is the
+    encoder, and the rest is left out. Tensors are read from the disk when they are used."""
     path = checkpoint_file(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
@@ -1090,15 +1039,18 @@ def read_checkpoint(path, heads=None):
               f"(--heads), and ImageNet's mean and std")
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
+    if part != "encoder":
+        content["model"] = {name.replace(part, "encoder", 1): value for name, value
+                            in content["model"].items() if name.startswith(f"{part}.")}
+        require(content["model"], f"--part {part}: {path} has no such part")
     return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config,
             "path": str(path)}
 
 
 def load_model(source, methods=METHODS, norm_pix_loss=None):
-    """Return a checkpoint's model in eval mode. `source` is a path or what read_checkpoint returns.
-    The model's class_names are those of its training data. For a released file of MAE or CrossMAE,
-    norm_pix_loss says whether targets were normalised; by default, its name does. Raises InputError
-    if the file has no decoder, or if its method is not in `methods`."""
+    """Return a checkpoint's model in eval mode, with the class_names of its training data. `source`
+    is a path or what read_checkpoint returns. norm_pix_loss says whether a released file's targets
+    were normalised; by default, its name does. Raises InputError if its method is unknown."""
     content = source if isinstance(source, dict) else read_checkpoint(source)
     if content["method"] is None:
         content = with_decoder(content, norm_pix_loss)
@@ -1106,8 +1058,7 @@ def load_model(source, methods=METHODS, norm_pix_loss=None):
     require(cls, f"{content['path']} has the method {content['method']}, which is not among "
                  f"{', '.join(methods)}: add it to METHODS in train.py")
     if content.get("source", source_of(cls)) != source_of(cls):
-        print(f"note    {content['path']} was trained with another version of the {cls.__name__} "
-              f"file")
+        print(f"note    {content['path']} was trained with another version of {cls.__name__}")
     model = cls(**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])
@@ -1118,14 +1069,13 @@ def with_decoder(content, norm_pix_loss=None):
     """Return a released checkpoint with its method, MAE or CrossMAE, and all constructor arguments.
     The file does not have the number of the decoder's heads, which is 16 in all released models."""
     state, path = content["model"], content["path"]
+    require("decoder_pred.weight" in state, f"{path} has no decoder: use it only for features")
     depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
-    require("decoder_pred.weight" in state, f"{path} has no decoder, so it predicts no pixels: use it for features")
     is_cross = any("cross_attn" in name for name in state)
     if norm_pix_loss is None:                              # see tests/docs/REFERENCE.md
-        name = Path(path).name
-        require(is_cross or "full" in name or "visualize" in name, f"{path} does not tell whether "
-                f"its targets were normalised: pass --norm_pix_loss or --no-norm_pix_loss")
-        norm_pix_loss = is_cross or "full" in name
+        norm_pix_loss = is_cross or "full" in Path(path).name
+        require(norm_pix_loss or "visualize" in Path(path).name, f"{path}: were its targets "
+                f"normalised? Pass --norm_pix_loss or --no-norm_pix_loss")
     config = {name: value for name, value in content["config"].items() if name != "extra_tokens"}
     config.update(norm_pix_loss=norm_pix_loss, decoder_dim=state["decoder_pos_embed"].shape[2],
                   decoder_depth=depth, decoder_heads=16)
@@ -1136,10 +1086,10 @@ def with_decoder(content, norm_pix_loss=None):
     return {**content, "method": "crossmae" if is_cross else "mae", "config": config}
 
 
-def load_encoder(path, part=None, heads=None):
+def load_encoder(path, part="encoder", heads=None):
     """Return a checkpoint's encoder in eval mode, a vit.ViT. Its mean and std are those of its
-    input, for vit.normalize. `part` names another ViT in the checkpoint, e.g. "teacher"."""
-    content = part_of(read_checkpoint(path, heads), part)
+    input, for vit.normalize. For `part`, see read_checkpoint."""
+    content = read_checkpoint(path, heads, part)
     state = {name.removeprefix("encoder."): value for name, value in content["model"].items()
              if name.startswith("encoder.")}
     sizes = {name: content["config"][name]
@@ -1151,22 +1101,11 @@ def load_encoder(path, part=None, heads=None):
     return encoder.eval()
 
 
-def part_of(content, part):
-    """Return a checkpoint in which `part`, e.g. a momentum teacher, is the encoder."""
-    if part is None:
-        return content
-    state = {f"encoder.{name.removeprefix(part + '.')}": value
-             for name, value in content["model"].items() if name.startswith(f"{part}.")}
-    require(state, f"--part {part}: the checkpoint has no such part")
-    return {**content, "model": state}
-
-
 def source_of(cls):
-    """Return the text of the file that defines a class, or "" if there is none."""
-    try:
+    """Return the text of the file that defines a class, or "" for a class from a notebook."""
+    with suppress(OSError, TypeError):
         return Path(inspect.getfile(cls)).read_text(encoding="utf-8")
-    except (OSError, TypeError):                           # a class from a notebook's cell
-        return ""
+    return ""
 
 
 def initialize(model, content, path):
@@ -1178,8 +1117,7 @@ def initialize(model, content, path):
             f"{encoder.dim} and {len(encoder.blocks)}: leave out --size, --dim and --depth")
     state = model.from_mae(content["model"]) if hasattr(model, "from_mae") else content["model"]
     missing, unused = transfer(model, state, grid_of(**content["config"]))
-    for text, names in (("not in the file, newly initialised", missing),
-                        ("in the file, not loaded", unused)):
+    for text, names in (("not in the file, newly initialised", missing), ("not loaded", unused)):
         parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
@@ -1216,8 +1154,7 @@ Process = namedtuple("Process", "rank world device dtype workers")
 
 
 def start_processes(flags):
-    """Return this process's Process: its rank, the number of processes, its device, its precision
-    under autocast, and its number of workers. Under torchrun, joins the process group."""
+    """Return this process's Process. Under torchrun, joins the process group."""
     env, world = os.environ, int(os.environ.get("WORLD_SIZE", 1))
     missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - {*env} if world > 1 else ()
     require(not missing, f"WORLD_SIZE is {world}, but {', '.join(sorted(missing))} not set: use "
@@ -1265,11 +1202,7 @@ def gather(value, here):
 
 def mean_over_processes(sums, n, here):
     """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
-    total = torch.tensor([*map(float, sums.values()), n], dtype=torch.float64)
-    if here.world > 1:
-        total = total.to(here.device)                      # cuda or cpu: mps has no float64
-        dist.all_reduce(total)
-    *totals, n = total.tolist()
+    *totals, n = map(sum, zip(*gather([*map(float, sums.values()), n], here)))
     return {name: value / n for name, value in zip(sums, totals)}
 
 
@@ -1297,7 +1230,7 @@ def in_range(kind, low, high=math.inf):
     def number(text):                                      # argparse's errors show this name
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text} must be between {low} and {high}")
         return value
     return number
 
@@ -1343,7 +1276,8 @@ ENCODER = {
 RUN = {
     "runs": (expanded, "folder for all runs"),
     "name": (expanded, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
+    "eval_every": (count, "validate every X epochs; default: 1, or epochs / 50 if more. Runs are "
+                          "saved then, and once a minute"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -1396,8 +1330,7 @@ def new_parser(script, about):
 
 
 def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
-    """Add flags {name: (type or choices, help)}. Without a default in DEFAULTS, a flag that is not
-    given stays None. The help shows the default and, if it differs, the one in `low_res`."""
+    """Add flags {name: (type or choices, help)}; the help shows `defaults` and `low_res`."""
     option = parser.add_argument_group(title).add_argument
     for name, (kind, text) in flags.items():
         values = [str(defaults[name])] if defaults.get(name) is not None else []
@@ -1425,32 +1358,32 @@ def add_method_arguments(parser, cls):
 
 
 def words_of(argv):
-    """Return the words of a command line: those of `argv`, a list of strings, numbers and paths or
-    one string, or by default those of the shell."""
+    """Return the words of argv, a list or a string, or by default those of the shell."""
     if argv is None:                                       # a bare main() in a notebook has none
         return [] if "ipykernel" in sys.argv[0] else sys.argv[1:]
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
 
 
 def run_cli(parser, work, words):
-    """Parse `words` and return work(flags). Invalid input and errors of the operating system, such
-    as a full disk, raise InputError with one line."""
+    """Parse `words` and return work(flags). Raises InputError, of one line, also for OSErrors."""
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     command = shlex.join(["python", parser.prog, *words])
     flags = frozen(**vars(parser.parse_args(words)), command=command)
-    stdout, is_main = sys.stdout, threading.current_thread() is threading.main_thread()
+    problem, stdout = "", sys.stdout
+    is_main = threading.current_thread() is threading.main_thread()
     if is_main:                                            # so that `finally` runs
         handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         row = work(flags)
     except (InputError, OSError) as error:
-        raise InputError(last_line(error)) from None
+        problem = last_line(error)
     finally:                                               # a notebook goes on
         sys.stdout = stdout
         if is_main:
             signal.signal(signal.SIGTERM, handler)
-    # Without this, about one start in twenty of several processes aborts at its very end, in a
-    # thread of gloo that is still running. On CPUs, torch 2.6 can hang here.
+    require(not problem, problem)      # not in `except`: there, the error's frames keep workers
+    # otherwise, gloo's thread aborts one run in some twenty at its very end; but on CPUs, torch 2.6
+    # can hang here
     if dist.is_initialized() and (torch.cuda.is_available() or TORCH >= (2, 14)):
         dist.destroy_process_group()
     return row
@@ -1472,15 +1405,13 @@ def shell(main):
         print(f"{Path(sys.argv[0]).name}: error: {last_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; to continue a training run, repeat its command with --resume",
-              file=sys.stderr)
+        print("stopped; to go on with a run, repeat its command with --resume", file=sys.stderr)
         sys.exit(130)
 
 
 def main(argv=None):
     """Run `python train.py` with the arguments `argv` (see words_of), also from a notebook. Returns
-    the last row of log.jsonl (a dict) or, with --eval, the list of PSNR rows. Raises InputError if
-    the input is invalid."""
+    the last row of log.jsonl (a dict) or, with --eval, the list of PSNR rows."""
     words = words_of(argv)
     parser = new_parser("train.py", f"usage: python train.py --method {'|'.join(METHODS)} [--flag "
                         f"value ...]\n       python train.py --eval FILE ... [--flag value ...]")

@@ -269,7 +269,8 @@ def test_few_labels(tune, tmp_path, capsys, spy):
     assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
     scored = [row["epoch"] for row in a["history"] if "top1" in row]
     assert scored == [2, 4, 5]                             # 12 is about two times 7
-    chosen = spy(train, "fit", lambda task, _: sorted(task.train.images.float().mean((1, 2, 3)).tolist()))
+    chosen = spy(train, "fit", lambda task, _: sorted(
+        task.train.images.float().mean((1, 2, 3)).tolist()))
     for seed in "010":
         tune(*words, "--epochs", "0", "--seed", seed, "--overwrite", name="chosen")
     assert chosen[0] == chosen[2] != chosen[1]

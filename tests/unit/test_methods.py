@@ -132,7 +132,7 @@ def test_on_a_gpu_that_does_not_exist(name, options):
     images, noise = inputs_of(model)
     inputs = [images, noise, *extra_inputs(model, images, alpha=torch.rand(3))]
     # not state_dict(), which lacks buffers that are not saved
-    state, mode = {**dict(model.named_parameters()), **dict(model.named_buffers())}, FakeTensorMode()
+    state, mode = dict([*model.named_parameters(), *model.named_buffers()]), FakeTensorMode()
     with mode:
         state = {k: mode.from_tensor(v).cuda() for k, v in state.items()}
         inputs = tuple(mode.from_tensor(x).cuda() for x in inputs)
@@ -171,7 +171,7 @@ def needs_a_mask_from_noise(model, images, noise):
     assert not torch.equal(masks[0], masks[1]) or not torch.equal(masks[0], masks[2]), (
         "the mask that reconstruct returns depends neither on noise, as vit.ViT.mask uses it, nor "
         "on the images")
-    pytest.skip("the mask depends on the images, so this test, which chooses the mask, cannot apply")
+    pytest.skip("the mask depends on the images: this test, which chooses the mask, cannot apply")
 
 
 @pytest.mark.parametrize("name", PIXELS)

@@ -566,7 +566,7 @@ def patched(_, *words):
     def backend(graph, _):
         parts.append(graph)
         return graph.forward
-    parts, torch.compile = [], partial(torch.compile, backend=backend)         # only in this process
+    parts, torch.compile = [], partial(torch.compile, backend=backend)     # only in this process
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4_000
     torch.nn.parallel.DistributedDataParallel = partial(
         torch.nn.parallel.DistributedDataParallel, bucket_cap_mb=0.004)
