@@ -12,7 +12,7 @@ Fu, Lian, Wang, Shi, Wang, Yala, Darrell, Efros, Goldberg: Rethinking Patch Depe
 Autoencoders (TMLR 2025, arXiv 2401.14391). Release: https://github.com/TonyLianLong/CrossMAE
 
     B images, L patches, K visible, M masked, P predicted, D encoder width, E decoder width, p patch
-    side, n feature maps f_1 ... f_n; w (decoder depth,n): their weights in the mixes t_1, t_2, ...
+    side, n feature maps f_1 ... f_n; their weights w (decoder depth,n) in the mixes t_1, t_2, ...
     noise (B,L): the K patches with the lowest noise stay visible
     images (B,C,H,W) -> visible tokens (B,K,D) -> maps (n,B,1+K,D) -> mixes (B,1+K,D) each
     queries (B,P,E) -> decoder blocks, where block k attends to mix t_k -> pixels (B,P,p*p*C)
@@ -166,7 +166,7 @@ class CrossMAE(nn.Module):
         if not self.inter_block:                                       # Figure 4a
             return [self.encoder.encode(tokens)] * len(self.decoder_blocks)
         maps = self.encoder.feature_maps(tokens)           # (B, 1+K, D) each, 1 + depth of them
-        maps = [maps[i] for i in self.map_ids]                         # f_1 ... f_n
+        maps = [maps[i] for i in self.map_ids]             # f_1 ... f_n, (B, 1+K, D) each
         if self.map_proj:
             maps = [proj(f) for proj, f in zip(self.map_proj, maps)]   # ablation: Table 9
         maps = torch.stack(maps)                                       # (n, B, 1+K, D)

@@ -121,7 +121,7 @@ class HyperMAE(nn.Module):
         x = self.encoder.embed(images, ids_keep)                       # (B, K, D) paper: F^0
         x = self.encoder.add_learned_tokens(x)                         # (B, 1+K, D)
         for block in self.encoder.blocks[:unshared]:
-            x = block(x)                       # (B, 1+K, D) paper: F^12, after the last block
+            x = block(x)                       # (B, 1+K, D) paper: F^12, if none is shared
         w = self.weight_tokens.expand(x.shape[0], -1, -1)              # (B, n, D) W^0
         x = torch.cat([x, w], dim=1)                                   # (B, 1+K+n, D) order: item 4
         for block in [*self.encoder.blocks[unshared:], *self.feat2w_blocks]:  # shared: Table 6
@@ -132,8 +132,8 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """Map coordinates to pixels with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords are (B,P,2),
         or (P,2) if all images share them. M (B,h,h) is a layer without a bias. Returns (B,P,p*p*C).
-        A ReLU follows every layer except the last. Without relu_around_m, M and the layer before it
-        are also exceptions (item 1)."""
+        Every layer except the last has a ReLU; by default, M and the layer before it have none
+        either (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         mod = self.modulated_layer                         # M is not in paco_mlp, as in Algorithm 1

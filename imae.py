@@ -12,7 +12,7 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
     (dominant). x_i has two latents: ours is z_i = F_i(encoder(mix)), and the teacher's is w_i. The
-    paper's E_i is our encoder (i: i-MAE), D_i the decoder, E_m the teacher's encoder, of width D_m
+    paper's E_i (i: i-MAE) is our encoder, D_i the decoder, E_m the teacher's encoder, of width D_m
     mix (B,C,H,W) -> visible tokens (B,K,D), those with the lowest noise (B,L) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> masked patches of x_i (B,M,p*p*C)
 """
@@ -151,7 +151,8 @@ class IMAE(nn.Module):
             if self.distill_weight > 0:
                 w_i = self.teach(x_i, ids_keep)                        # (B, 1+K, E)
                 distill = distill + (z_i.float() - w_i).square().mean()        # item 2
-        loss = self.distill_weight * distill + sum(recon)              # item 4
+        # Algorithm 1: c * distill + recon, item 4
+        loss = self.distill_weight * distill + sum(recon)              # scalar
         metrics = {"loss": loss, **dict(zip(("subordinate", "dominant"), recon)),
                    "distill": distill}
         return loss, {name: value.detach() for name, value in metrics.items()}
@@ -221,8 +222,8 @@ def draw_partners(indices, labels, same_class, generator):
         return (indices + 1 + choose(N - 1)) % N
     k = torch.arange(n, dtype=torch.float64)
     same = ((k + 1) * same_class + 1e-9).floor() > (k * same_class + 1e-9).floor()  # 1e-9: rounding
-    # Sort the images by class: each class is a block. A mate is elsewhere in the image's block:
-    # count on from the image. A partner of another class is outside: count on from the block's end.
+    # Sort the images by class: each class is a block. A mate comes from the image's own block,
+    # counting from the image; any other partner from outside, counting from the block's end.
     # Both counts wrap around. In parentheses: an example with labels 1 0 1 0 and indices 0 1 2 3.
     by_class = labels.argsort(stable=True)                 # images in sorted order (1 3 0 2)
     place = by_class.argsort()[indices]                    # inverse permutation: places (2 0 3 1)
@@ -230,7 +231,7 @@ def draw_partners(indices, labels, same_class, generator):
     size = sizes[labels[indices]]                          # size of each image's block (2 2 2 2)
     start = (sizes.cumsum(0) - sizes)[labels[indices]]     # start of each image's block (2 0 2 0)
     mate = start + (place - start + 1 + choose(size - 1)) % size   # the mate's place (3 1 2 0)
-    other = (start + size + choose(N - size)) % N          # outside the block (image 0: 0 or 1)
+    other = (start + size + choose(N - size)) % N          # outside the block (for image 0: 0 or 1)
     return by_class[torch.where(same, mate, other)]        # if all get mates: images (2 3 0 1)
 
 

@@ -79,7 +79,7 @@ class MINR(nn.Module):
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette; our summary has none. Others: tests/docs/FLAGS.md
+    recipe = dict(  # the release's for Imagenette; our summary has none. More: tests/docs/FLAGS.md
         # `crop` replaces the release's random crop of 182 x 182 pixels, which is not resized. After
         # 80% of the epochs, the release divides TransINR's learning rate by 10 (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
@@ -144,7 +144,7 @@ class MINR(nn.Module):
     def encode(self, images, ids_keep, mask):
         """Mask and encode images (B,C,H,W) (item 2). The visible patches are ids_keep (B,K), and
         mask (B,L) is 0 there. Returns the weight tokens (B,G,D) after the last block. finetune.py
-        uses them as features, because the loss does not train the last block's patch outputs."""
+        uses them as features, because the loss reads no patch outputs of that block."""
         if self.encode_visible_only:
             tokens = self.encoder(images, ids_keep)                    # (B, 1+K+G, D)
         else:
@@ -227,8 +227,8 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels. We divide by their fraction of the image: that among the
-            # drawn pixels would differ from piece to piece, and with it the loss
+            # the mean over masked pixels. We divide by their fraction of the image, because that of
+            # the drawn pixels differs between pieces
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
