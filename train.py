@@ -353,7 +353,7 @@ def settle(flags, sizes, recipe, low_res, n, lr_scale=1.0, least_eval_every=1, o
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
     if recipe and "batch_size" not in given and base["batch_size"] > n / 10:
         values["batch_size"] = min(n, 2 ** max(1, int(math.log2(n / 10))))
-        print(f"note    the batch size is {values['batch_size']}, because {n} images are few")
+        print(f"note    the batch size is {values['batch_size']}, because {n} training images are few")
     if recipe:
         if "warmup_epochs" not in given:
             values["warmup_epochs"] *= min(1, values["epochs"] / base["epochs"])
@@ -456,13 +456,14 @@ def compare(flags):
             print(f"note    skipping {problem}")
             continue
         sizes = f"--img_size {model.encoder.img_size} and --patch_size {model.encoder.patch_size}"
-        own_data = content["flags"].get("data", "shapes")
+        own_data = content["flags"].get("data")
         if not rows:                                       # all get the first one's data and size
             first, first_sizes, data = path, sizes, data or own_data
+            require(data, f"{path} does not say what it was trained on: pass --data")
             val, _ = open_data(data, here, model.encoder.img_size, parts=["val"])
         require(sizes == first_sizes, f"{path} has {sizes}, but {first} has {first_sizes}: "
                                       f"evaluate them separately")
-        if own_data != data:
+        if own_data not in (data, None):
             print(f"note    {path} was trained on {own_data} and is evaluated on {data}")
         for mask, ratio in product(flags.masks, flags.mask_ratios):
             scores, images = evaluate_psnr(model, val, here, mask, ratio, flags.eval_images,
@@ -801,7 +802,8 @@ def val_batches(dataset, here, img_size, most=None):
     own = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
     batches = own.split(100) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
-    for ids, (images, labels) in zip(batches, loaded):
+    bar = progress(zip(batches, loaded), "evaluating", len(batches), here)
+    for ids, (images, labels) in bar:
         yield ids, v2.functional.resize(images, img_size), labels
 
 
@@ -1316,7 +1318,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are InputErrors."""
 
     def error(self, message):
-        raise InputError(message)
+        raise InputError(message + " (see --help)" * message.startswith("unrecognized"))
 
 
 def new_parser(script, about):
@@ -1393,7 +1395,7 @@ def last_line(error):
     """Return what an error says in its last line: a worker's error begins with a traceback."""
     text = str(error).strip() or repr(error)
     if "Weights only load failed" in text:                 # from torch.load, with long advice
-        return "it holds objects, e.g. code or NumPy arrays, that are not loaded: save tensors"
+        return "it is another file, or holds objects that are not loaded, e.g. code or NumPy arrays"
     return re.sub(r"^(\w+\.)*\w*Error: ", "", text.splitlines()[-1])
 
 

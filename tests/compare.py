@@ -29,9 +29,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, stdev
 from threading import Event, Lock
+from unittest.mock import patch
 
 import torch
 
+import train
 import vit
 from tests.lib.plot import draw
 from train import METHODS, as_table, count, in_range
@@ -320,6 +322,10 @@ def main(argv=None):
     args, args.pretraining = parser.parse_known_args(argv)
     table = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
     sources = {spec: source_of(spec) for spec in args.methods}
+    with patch.object(train, "pretrain", lambda flags: None):          # a wrong flag ends this here
+        for spec in args.methods:
+            *_, command = pretraining(spec, args, 0, "runs", slug)
+            train.main(shlex.split(command)[2:])
     failed = run_all([
         (dict(table=table, encoder=spec, seed=seed, source=sources[spec]),
          [*chain(spec, args, seed, f"runs/compare/{slug(table)}/{seed}")])
