@@ -240,9 +240,9 @@ def test_images_that_vanish(pretrain, folder, monkeypatch, refused):
     assert same(straight["model"], pretrain(*words, "--resume", name="lost")["model"])
 
 
-def test_what_replaces_an_image(tmp_path):
+def test_what_replaces_an_image(tmp_path, monkeypatch):
     """In training, other images of files, with their labels, replace unreadable ones, and none does
-    so often. Readable images are drawn as ever."""
+    so often. Readable images are drawn as ever. What all processes could not read is counted."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 40)
     for i in range(30):                                    # these sort together
@@ -258,6 +258,10 @@ def test_what_replaces_an_image(tmp_path):
     assert tuple(data.labels[good[i]].item() for i in drawn) == labels
     assert max(drawn.count(i) for i in range(50)) < 6
     assert all(good[drawn[i]] == i for i in good)
+    data.unreadable, others = {*"abcde"}, {*"efghi"}       # of two processes
+    monkeypatch.setattr(train, "gather", lambda found, _: [found, others])
+    with pytest.raises(InputError, match="9 of 80 image files, more than a tenth"):
+        train.check_unreadable(data, HERE, tell=False)
 
 
 # ------------------------------------------------------------------------------------------- kills
@@ -520,7 +524,8 @@ LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
     "train/0.png train/1.png val/2.png": (2, 1, 0), "train/a/0.png val/images/1.png": "images; a",
     "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "train/train/0.png val/train/0.png": (1, 1, 1),
     "a/0.png b/0.png runs/x/last.pt runs/x/recon.png": (1, 1, 0), "train/a/0.png": "no val/",
-    "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0)}
+    "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0),
+    "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
 
 
 @pytest.mark.parametrize("files", LAYOUTS)

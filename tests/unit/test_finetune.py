@@ -238,6 +238,13 @@ def test_neighbours_that_are_few(tune, capsys):
     assert re.search(r"largest class (50|75)\.00 %", said)  # of the four
 
 
+@pytest.mark.parametrize("classes, names", [("abcde", ["top1"]), ("abcdef", ["top1", "top5"])])
+def test_top5_is_of_more_than_five_classes(classes, names):
+    data = train.ImageDataset(random_images(9), torch.zeros(9).long(), classes)
+    row, _ = finetune.evaluate(lambda x: torch.rand(len(x), len(classes)), data, HERE, (16, 24))
+    assert [*row] == names
+
+
 def test_final_norm_of_a_frozen_encoder(tune):
     """By default, a probe has the checkpoint's norm; with --no-norm it has none."""
     for name, more in (("plain", []), ("none", ["--no-norm"])):

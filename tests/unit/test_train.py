@@ -627,8 +627,11 @@ def test_overwriting(pretrain, monkeypatch, refused):
     assert same(first["model"], pretrain("--resume")["model"])         # as a requeued job does
     assert last.exists() and not kept.exists()
     before = last.read_bytes()
-    for path in ("runs/mae", "runs/../runs/mae/last.pt"):
-        refused(lambda words: pretrain(*words), ["--overwrite", "--init", path], "--init", "--name")
+    for flag, main, path in (
+            ("--init", pretrain, "runs/mae"), ("--init", pretrain, "runs/../runs/mae/last.pt"),
+            ("--teacher", partial(pretrain, "--method", "imae"), "runs/mae"),
+            ("--checkpoint", lambda *words: finetune.main([*words, "--name", "mae"]), "runs/mae")):
+        refused(lambda words: main(*words), ["--overwrite", flag, path], f"{flag} reads", "--name")
     assert last.read_bytes() == before
 
 
