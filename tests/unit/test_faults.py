@@ -352,22 +352,6 @@ def test_kills(words):
     alike("killed")
 
 
-def dying(*words):
-    """Do as script, but kill rank 1 in the third epoch."""
-    if os.environ["RANK"] == "1":
-        killed(train.MAE, "forward", 13, *words)
-    script("train.py", *words)
-
-
-def test_a_kill_of_one_of_two_processes(words):
-    """The other process ends, too. Resumed, the results are as without a kill."""
-    assert ended(fork(torchrun, script, "train.py", *words("straight", 3)))[0] == 0
-    assert ended(fork(torchrun, dying, *words("killed", 3)))[0] == 1
-    assert ended(fork(torchrun, script, "train.py", *words("killed", 3)))[0] == 0
-    assert "resumed after epoch 2" in Path("out").read_text()
-    alike("killed")
-
-
 def as_machine(*words):
     """Do as script, with a folder of runs for each rank."""
     script("train.py", *words, "--runs", f"runs{os.environ['RANK']}")
@@ -470,7 +454,8 @@ def part(n=8, **more):
     (part(labels=torch.arange(8) % 2 + 1), part(), "labels are from 1 to 2; from 0 to 1"),
     (part(labels=torch.arange(7)), part(), "labels must be 8 integers; (7,)"),
     (part(labels=torch.rand(8)), part(), "integers; float32"),
-    (part(labels=[*"abcdabcd"]), part(), "8 integers; a list"), (part(names=2), part(), "names; int"),
+    (part(labels=[*"abcdabcd"]), part(), "8 integers; a list"),
+    (part(names=2), part(), "names; int"),
     (part(), part(names=["a", "c"]), "different class names"),
     (part(0), part(), "uint8 tensor; (0, 3, 8, 8)"), ([1, 2], part(), "uint8 tensor; list"),
     (part(images=torch.zeros(8, 3, 8, 8)), part(), "uint8; float32"),
@@ -522,7 +507,8 @@ LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
     "Training/a/0.png Training/b/0.png Test/a/0.png": "Training; Test; val/",
     "train2017/0.png val2017/0.png": "train2017; val2017", "x/train_images/0.png y/0.png": "x has",
     "train/0.png train/1.png val/2.png": (2, 1, 0), "train/a/0.png val/images/1.png": "images; a",
-    "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "train/train/0.png val/train/0.png": (1, 1, 1),
+    "train/a/0.png train/1.png val/a/2.png": (1, 1, 1),
+    "train/train/0.png val/train/0.png": (1, 1, 1),
     "a/0.png b/0.png runs/x/last.pt runs/x/recon.png": (1, 1, 0), "train/a/0.png": "no val/",
     "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0),
     "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
@@ -642,8 +628,7 @@ def test_causes_are_named(pretrain, tune, refused, monkeypatch, capsys):
     train.load_model("edited.pt")
     assert "edited.pt was trained with another version" in capsys.readouterr().out
     monkeypatch.setattr(torch, "load", lambda *_, **__: 1 / 0)
-    refused(train.main, ["--init", "runs/mae", "--name", "x"], "runs/mae/last.pt", "division by zero")
-    monkeypatch.undo()
+    refused(train.main, ["--init", "runs/mae", "--name", "x"], "mae/last.pt", "division by zero")
 
 
 def test_a_probe_needs_two_images(tune, refused):

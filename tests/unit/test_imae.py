@@ -185,10 +185,11 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
 
 def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch):
     """A run that is resumed or has two processes uses the same pairs, alphas and teacher. A resumed
-    run does not need the teacher's file."""
+    run does not need the files of --teacher and --init."""
     pretrain()
-    words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--same_class", "0.5", "--epochs",
-             "3", "--optimizer", "sgd", "--lr", "0.1", "--accum", "2"]
+    words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--init", "runs/mae",
+             "--optimizer", "sgd", "--same_class", "0.5", "--epochs", "3", "--lr", "0.1", "--accum",
+             "2"]
     whole = pretrain(*words, name="whole")
     with stopping_after_two(monkeypatch):
         pretrain(*words, name="part")
