@@ -1,5 +1,6 @@
 """tests/results.py: its commands, its tables and its pictures."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -59,11 +60,16 @@ def test_costs():
 
 
 def test_the_study_of_pretraining_is_for_micro(tmp_path, capsys):
-    """Its commands name ViT-micro's checkpoint."""
+    """Its commands name ViT-micro's checkpoint. Its numbers are printed as a table of their own."""
     out = tmp_path / "x.jsonl"
     with pytest.raises(SystemExit):
         results.main(["--size", "tiny", "--only", "pretrained", "--out", str(out)])
     assert "--size tiny" in capsys.readouterr().err and not out.exists()
+    line = dict(table="d, ViT-micro, 10 epochs", encoder="pretrained", column="10%, 40 epochs",
+                seed=0, numbers={"top1": 63.0})
+    out.write_text(json.dumps(line), encoding="utf-8")
+    results.main(["--tables", "--out", str(out)])
+    assert "| 10% | after pretraining | 40 | 11.4 | 63.0 |" in capsys.readouterr().out
 
 
 def test_cost_of_pretraining():
