@@ -396,15 +396,13 @@ def paco_cases(hypermae):
     ignored="relu_around_m is ignored.",
     final="there is a ReLU after the last layer.",
     bias="out_bias is not added.",
-    two="out_bias is not added, and there is a ReLU before M (only relu_around_m puts one there).",
-    three="out_bias is not added, and ReLUs are next to M (only relu_around_m puts them there).",
     late="M comes one layer late: modulated_layer counts from 0.",
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
     depth, mod, results = len(self.paco_mlp) + 1, self.modulated_layer, []
     around = self.relu_around_m and slip != "ignored"
-    before = around or slip in ("around", "before", "two", "three")    # a ReLU before M, ...
-    after = around or slip in ("around", "after", "three")             # ... and after it
+    before = around or slip in ("around", "before")    # a ReLU before M, ...
+    after = around or slip in ("around", "after")          # ... and after it
     place = mod + (slip == "late")
     for own, places in zip(M, coords.expand(len(M), -1, -1)):
         z = fourier_features(places, self.pe_dim, self.pe_sigma)       # (P, 2 pe_dim)
@@ -418,7 +416,7 @@ def paco_mlp(self, coords, M, slip=""):
                 relu = slip == "final"
             if relu:
                 z = z * (z > 0)                                        # (P, h)
-        results.append(z if slip in ("bias", "two", "three") else z + self.out_bias)
+        results.append(z if slip == "bias" else z + self.out_bias)
     return torch.stack(results)
 
 

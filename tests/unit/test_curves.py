@@ -2,13 +2,12 @@
 
 import json
 import re
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from tests import curves
-from tests.lib.plot import WIDTH, draw, round_values
+from tests.lib.plot import draw
 from vit import InputError
 
 
@@ -42,32 +41,6 @@ def test_points_are_where_the_axes_say(tmp_path):
     assert [*bar] == pytest.approx([x_of["10"], y_of["0.2"], y_of["1"]], abs=0.1)
     draw(tmp_path / "x.svg", [panel, dict(panel, x="time")])
     assert [words for words, *_ in parts_of(tmp_path / "x.svg")[0]].count("time") == 1
-
-
-def test_panels_alike(tmp_path):
-    """One y axis for all, or equally long units; by default, each panel fills its own axes."""
-    panels = [dict(title="", x="x", series=[("a", "dot", points)]) for points in (
-        [(0, 0), (1, 2)], [(5, 20), (9, 26)])]
-    moves = {}
-    for alike in ("", "y", "scale"):
-        draw(tmp_path / "x.svg", panels, alike)
-        texts, marks = parts_of(tmp_path / "x.svg")
-        (x0, y0), (x1, y1), (x2, y2), (x3, y3) = [mark[1:] for mark in marks[1:]]
-        moves[alike] = (x1 - x0) / (x3 - x2), (y0 - y1) / (y2 - y3)
-        assert all(0 < x < WIDTH for _, x, _ in texts + marks)
-    assert moves[""] == pytest.approx((1, 1), abs=0.01)
-    assert moves["scale"] == pytest.approx((1 / 4, 2 / 6), abs=0.01)
-    assert moves["y"][1] == pytest.approx(2 / 6, abs=0.01)
-
-
-def test_round_values():
-    assert round_values(17.55, 18.31, 6) == pytest.approx([17.6, 17.8, 18.0, 18.2])
-    assert round_values(-3e-5, 1.1e-4, 8) == pytest.approx(
-        [-2e-5, 0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4])
-    for low, high in ((0, 1), (0.2, 1e6), (99, 101), (-7, -6.99)):
-        found = round_values(low, high, 6)
-        assert 3 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
-        assert len({round(b - a, 9) for a, b in pairwise(found)}) == 1
 
 
 def test_curves_of_runs(tmp_path, monkeypatch, capsys):

@@ -27,8 +27,7 @@ def test_hero():
     code = re.sub(r"\s+", "", unescape("".join(lines)))
     statements = re.split(r"(?=ids_keep,ids_mask,_=|latent=|pred=|target=|loss=)", code)[1:]
     source = re.sub(r"#.*|\s+", "", (ROOT / "mae.py").read_text(encoding="utf-8"))
-    assert len(statements) == 5 and all(statement in source for statement in statements), (
-        "draw it again: python -m tests.lib.hero")
+    assert len(statements) == 5 and all(statement in source for statement in statements)
     model = load_model(ROOT / "tests/models/mae.pt")
     image = read_image(ROOT / "tests/models/images/val/automobile/0917.jpg")[None]
     noise = mask_noise("random", 1, model.encoder.grid, generator=torch.Generator().manual_seed(0))

@@ -64,7 +64,6 @@ tune  | --part teacher                         | --part teacher
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
 test  | --data other                           | --data other
 test  | --img_size 32 --lr 1 --pool mean       | --img_size 32 --lr 1 --pool
-tune  | --mode linear --drop_path 0.1          | --drop_path
 train | --mask_ratios 0.6 --masks grid         | --mask_ratios 0.6 --masks grid
 """
 COMMANDS = [[part.strip() for part in row.split("|")] for row in COMMANDS.strip().splitlines()]
@@ -240,9 +239,9 @@ def test_images_that_vanish(pretrain, folder, monkeypatch, refused):
     assert same(straight["model"], pretrain(*words, "--resume", name="lost")["model"])
 
 
-def test_what_replaces_an_image(tmp_path):
+def test_what_replaces_an_image(tmp_path, monkeypatch):
     """In training, other images of files, with their labels, replace unreadable ones, and none does
-    so often. Readable images are drawn as ever."""
+    so often. Readable images are drawn as ever. What all processes could not read is counted."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 40)
     for i in range(30):                                    # these sort together
@@ -258,6 +257,10 @@ def test_what_replaces_an_image(tmp_path):
     assert tuple(data.labels[good[i]].item() for i in drawn) == labels
     assert max(drawn.count(i) for i in range(50)) < 6
     assert all(good[drawn[i]] == i for i in good)
+    data.unreadable, others = {*"abcde"}, {*"efghi"}       # of two processes
+    monkeypatch.setattr(train, "gather", lambda found, _: [found, others])
+    with pytest.raises(InputError, match="9 of 80 image files, more than a tenth"):
+        train.check_unreadable(data, HERE, tell=False)
 
 
 # ------------------------------------------------------------------------------------------- kills
@@ -345,22 +348,6 @@ def test_kills(words):
         assert ended(process)[0] == -signal.SIGKILL
         assert (train.read_checkpoint("runs/killed")["epoch"] if epoch else 0) == epoch
     assert ended(fork(script, "train.py", *words("killed", 5), *more))[0] == 0
-    alike("killed")
-
-
-def dying(*words):
-    """Do as script, but kill rank 1 in the third epoch."""
-    if os.environ["RANK"] == "1":
-        killed(train.MAE, "forward", 13, *words)
-    script("train.py", *words)
-
-
-def test_a_kill_of_one_of_two_processes(words):
-    """The other process ends, too. Resumed, the results are as without a kill."""
-    assert ended(fork(torchrun, script, "train.py", *words("straight", 3)))[0] == 0
-    assert ended(fork(torchrun, dying, *words("killed", 3)))[0] == 1
-    assert ended(fork(torchrun, script, "train.py", *words("killed", 3)))[0] == 0
-    assert "resumed after epoch 2" in Path("out").read_text()
     alike("killed")
 
 
@@ -521,7 +508,8 @@ LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
     "train/a/0.png train/1.png val/a/2.png": (1, 1, 1),
     "train/train/0.png val/train/0.png": (1, 1, 1),
     "a/0.png b/0.png runs/x/last.pt runs/x/recon.png": (1, 1, 0), "train/a/0.png": "no val/",
-    "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0)}
+    "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0),
+    "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
 
 
 @pytest.mark.parametrize("files", LAYOUTS)
@@ -638,8 +626,7 @@ def test_causes_are_named(pretrain, tune, refused, monkeypatch, capsys):
     train.load_model("edited.pt")
     assert "edited.pt was trained with another version" in capsys.readouterr().out
     monkeypatch.setattr(torch, "load", lambda *_, **__: 1 / 0)
-    refused(train.main, ["--init", "runs/mae", "--name", "x"], "runs/mae/last.pt", "division by")
-    monkeypatch.undo()
+    refused(train.main, ["--init", "runs/mae", "--name", "x"], "mae/last.pt", "division by zero")
 
 
 def test_a_probe_needs_two_images(tune, refused):

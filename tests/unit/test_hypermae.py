@@ -1,24 +1,13 @@
-"""What is special to HyperMAE: coordinates and features as in MINR, a layer that is predicted, and
-blocks that encoder and Feat2W share. (tests/lib/references.py checks the modulated MLP.)"""
+"""What is special to HyperMAE: coordinates, and blocks that encoder and Feat2W share.
+(tests/lib/references.py checks the modulated MLP.)"""
 
 import pytest
 import torch
 
 import hypermae
-import minr
 from hypermae import HyperMAE
 from tests.unit.test_methods import build, images_and_noise
 from train import method_arguments
-
-
-def test_minr_has_the_same_coordinates_and_features():
-    """Both files define these functions: a change of one must be made in the other."""
-    coords = hypermae.grid_coords((5, 7))
-    assert torch.equal(coords, minr.grid_coords((5, 7)))
-    assert torch.allclose(coords.view(5, 7, 2)[3, 4], torch.tensor([0.4, 2 / 7]))
-    for dim, sigma in ((4, 8.0), (10, 300.0)):
-        ours, theirs = (module.fourier_features(coords, dim, sigma) for module in (hypermae, minr))
-        assert ours.shape == (35, 2 * dim) and torch.allclose(ours, theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_on", ["masked", "all"])

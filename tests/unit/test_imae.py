@@ -183,17 +183,21 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
         assert torch.equal(start[f"decoder_embed.{i}.weight"], mae["model"]["decoder_embed.weight"])
 
 
-def test_resumed_or_in_two_processes_it_is_one_run(pretrain, folder, monkeypatch):
-    """A run that is resumed or has two processes uses the same pairs, alphas and teacher. A resumed
-    run does not need the teacher's file."""
+def test_a_resumed_run_is_one_run(pretrain, folder, monkeypatch):
+    """A run that is resumed, in one process or in two, uses the same pairs, alphas and teacher. It
+    does not need the files of --teacher and --init."""
     pretrain()
-    words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--same_class", "0.5", "--epochs",
-             "3", "--optimizer", "sgd", "--lr", "0.1", "--accum", "2"]
+    words = ["--method", "imae", "--teacher", "runs/mae/last.pt", "--init", "runs/mae",
+             "--optimizer", "sgd", "--same_class", "0.5", "--epochs", "3", "--lr", "0.1", "--accum",
+             "2"]
     whole = pretrain(*words, name="whole")
     with stopping_after_two(monkeypatch):
         pretrain(*words, name="part")
-    together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--name", "two")
     shutil.rmtree("runs/mae")
+    shutil.copytree("runs/part", "runs/two")
     part = pretrain(*words, "--resume", name="part")
+    said = together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--resume",
+                    "--name", "two")
+    assert "resumed after epoch 2 of 3" in said
     assert same(whole["model"], part["model"]) and len(part["history"]) == 3
     assert same(whole["model"], train.read_checkpoint("runs/two/last.pt")["model"], atol=1e-6)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import finetune
-from tests import compare, results
+from tests import results
 from tests.unit.conftest import ROOT, parsed
 
 
@@ -44,43 +44,6 @@ def test_settings_are_in_the_commands(name):
             if name not in results.PAYS:
                 assert run.get("batch_size") == {"20-NN": None, "1%": 24}.get(column, 128)
                 assert run.get("layer_decay") == {"finetune": 0.75, "scratch": 1}.get(run["mode"])
-
-
-def test_dots():
-    """Each run of 20-NN is a small dot, and a cell's means are a large one."""
-    for numbers in results.read_numbers(ROOT / results.OUT):
-        found, columns = {}, (results.PIXELS, "20-NN")
-        for name, kind, points in results.dots_of(numbers):
-            found.setdefault(name, {})[kind] = points
-        for encoder, name in results.NAMES.items():
-            if name in found:
-                runs = sorted(y for _, y in found[name]["dot"])
-                assert runs == sorted(numbers.values(encoder, "20-NN"))
-                for value, column in zip(*found[name]["mean"], columns):
-                    places = compare.precision(column)[0]
-                    assert numbers.cell(encoder, column).startswith(f"{value:.{places}f} ")
-        assert len(found) >= 4
-
-
-def test_curves(tmp_path):
-    """A dropped log is a line. Its cost begins where pretraining ends: 100 epochs, which cost as
-    much as 27.3 with labels. In pays.svg, lines have the numbers of the table."""
-    rows = '{"epoch": 1, "top1": 50}\n{"epoch": 2}\n{"epoch": 47, "top1": 80}\n'
-    for name in ("from_scratch_47", "after_pretraining_50", "pretraining"):
-        (tmp_path / f"recipe_{name}.jsonl").write_text(rows, encoding="utf-8")
-    assert [*results.recipe_curves(tmp_path)] == [
-        (f"{name}, 47 epochs", "line", [(1, 50), (47, 80)]) for name in (
-            "after pretraining", "from scratch")]
-    pretrained, scratch = results.recipe_curves(tmp_path, by_cost=True)
-    assert scratch[2] == [(1, 50), (47, 80)]
-    assert [x for x, _ in pretrained[2]] == pytest.approx([28.27, 74.27], abs=0.01)
-    micro, = (x for x in results.read_numbers(ROOT / results.OUT) if x.size == "micro")
-    for labels in (1, 0.1, 0.01):
-        drawn = [(name, f"{cost:.1f}", f"{top1:.1f}\u00a0±\u00a0{std:.1f}") for name, _, points in
-                 results.pays_curves(micro, labels) for cost, top1, std in points]
-        table = [row.split(" | ") for row in results.pays_table(micro).splitlines()[2:]]
-        assert sorted(drawn) == sorted((row[1], row[3], row[4].strip(" |")) for row in table
-                                       if row[0] == f"| {labels:.0%}")
 
 
 def test_costs():

@@ -79,9 +79,6 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
     "knn": dict(N="len(data.labels)"),
     "knn.embed": dict(b="len(images)"),
     "knn.score": dict(b="len(images)", k="k")}
-# the same everywhere (see the top of vit.py), so that their lines need no comment
-NAMES = dict(images="(B, C, H, W)", partners="(B, C, H, W)", noise="(B, L)", mask="(B, L)",
-             ids_keep="(B, K)", ids_mask="(B, M)")
 NOT_SHAPES = {"Sec. 3.4, A.5", "8, 8"}
 
 
@@ -138,65 +135,52 @@ def fits(made, shapes, sizes):
 
 
 def runs():
-    """Yield (work, model, sizes, whether it makes a loss, features or a reconstruction)."""
+    """Yield (work, model, sizes)."""
     images, noise = torch.rand(B, 3, 55, 91), torch.rand(B, L)
     for cls, cases in CASES:
         for options in cases:
             model, sizes = cls(**SIZES, **options), dict(B=B, **options)
-            yield lambda: cls(**SIZES, **options), model, sizes, False
-            yield lambda: model(images), model, sizes, True
-            yield lambda: model.reconstruct(images, noise), model, sizes, True
+            yield lambda: cls(**SIZES, **options), model, sizes
+            yield lambda: model(images), model, sizes
+            yield lambda: model.reconstruct(images, noise), model, sizes
         model, sizes = cls(**SIZES, **cases[0]), dict(B=B, **cases[0])
         if cls is MAE:
-            yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes, True
-            yield lambda: analyses.decoder_attention(model, images), model, sizes, False
+            yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes
+            yield lambda: analyses.decoder_attention(model, images), model, sizes
             measure = patch.object(vit, "visible_count", lambda *_: 31)(analyses.measure_pixels)
-            yield lambda: measure(model, images, noise), model, sizes, False   # always the same K
+            yield lambda: measure(model, images, noise), model, sizes   # always the same K
         elif cls is IMAE:
-            yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes, True
-            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes, False
-            yield lambda: analyses.unmixed_psnr(model, images, 0.3), model, sizes, False
+            yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes
+            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes
+            yield lambda: analyses.unmixed_psnr(model, images, 0.3), model, sizes
         elif cls is not HyperMAE:
-            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4), False
+            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4)
     x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
-    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes, False
+    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes
     for kind in ("grid", "block"):
-        yield lambda: mask_noise(kind, B, (11, 13)), model, sizes, True
+        yield lambda: mask_noise(kind, B, (11, 13)), model, sizes
     small = MAE(**{**SIZES, "img_size": (10, 21)}, **DECODER).state_dict()
-    yield lambda: transfer(model, small, (2, 3)), model, sizes, False
+    yield lambda: transfer(model, small, (2, 3)), model, sizes
     for options in POOLS:
         model = finetune.Classifier(**{**SIZES, **options}, classes=12)
         sizes = dict(B=B, classes=12, width=76)
-        yield lambda: model(images, torch.arange(B)), model, sizes, True
+        yield lambda: model(images, torch.arange(B)), model, sizes
     data = train.ImageDataset((255 * images).byte(), torch.arange(B), [*"abcdefghijkl"])
     yield lambda: finetune.evaluate(finetune.knn(model, data, 4, HERE), data, HERE,
-                                    (55, 91)), model, sizes, False
+                                    (55, 91)), model, sizes
 
 
-def tensors_of(step):
-    """Return [(name, tensor)] for tensors of two or more axes that a line assigns or returns."""
-    names, values = step.statement.targets, step.values
-    if isinstance(step.statement.node, ast.Return) and not step.statement.only_names:
-        values = values[0] if isinstance(values[0], tuple) else values
-        names = [""] * len(values)
-    elif not isinstance(step.statement.node, (ast.Assign, ast.AugAssign)):
-        return []
-    return [(name, x) for name, x in zip(names, values)
-            if isinstance(x, torch.Tensor) and x.ndim > 1]
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Return what was seen: `right`, {(line, alternative)} of true comments; `wrong` and `bare`,
-    {line: in words} of wrong comments and missing ones. A line is, e.g., "mae.py:95"."""
-    right, wrong, bare = set(), {}, {}
-    for work, model, sizes, is_path in runs():
+def test_shape_comments_are_true():
+    """Each shape in a comment is that of a tensor in one of the runs, and of those in its line
+    whenever the line runs. `right` has {(line, alternative)}, `wrong` {line: in words}, where a
+    line is, e.g., "mae.py:95"."""
+    right, wrong = set(), {}
+    for work, model, sizes in runs():
         own = [n for letter, n in letters(model).items() if letter != "P"]
         assert len({*own}) == len(own), own                # or a comment could be right by chance
         with torch.no_grad():
             calls = trace(work, FILES)
         for call in flatten(calls):
-            before = call.inputs
             for step in call.steps:
                 s, known = step.statement, Sizes(call, step, {**letters(model), **sizes})
                 file, comments = Path(s.path).name, {**s.above, **s.comments}
@@ -207,41 +191,13 @@ def found():
                     right |= fitting
                     if shapes_in(text) and not fitting:
                         wrong[f"{file}:{i}"] = f"{text} is {[tuple(x.shape) for x in made]}"
-                needs_one = is_path and len(call.steps) > 1 and not any(
-                    shapes_in(text) for text in comments.values())
-                for name, x in tensors_of(step) if needs_one else ():
-                    line, shape = f"{file}:{s.first}", tuple(x.shape)
-                    if name in NAMES and not fits([x], shapes_in(NAMES[name])[0], known):
-                        wrong[line] = f"{name} is {shape}, not {NAMES[name]}"
-                    elif name not in NAMES and getattr(before.get(name), "shape", 0) != shape:
-                        bare[line] = f"{name or 'what it returns'} is {shape}"
-                before = step.names
-    return SimpleNamespace(right=right, wrong=wrong, bare=bare)
-
-
-def none(lines):
-    if lines:
-        pytest.fail("\n".join(f"{line}  {text}" for line, text in lines.items()), pytrace=False)
-
-
-def test_shape_comments_are_true(found):
-    none(found.wrong)
-
-
-def test_lines_that_make_tensors_have_shape_comments(found):
-    """Lines need a comment on the way from images to a loss, features or a reconstruction, except
-    for NAMES, for a name whose shape stays the same, and in functions of one line."""
-    none(found.bare)
-
-
-def test_every_shape_comment_is_tested(found):
-    """Each shape in a comment is that of a tensor in one of the runs."""
     comments = {f"{Path(path).name}:{i}": text for path in FILES
                 for i, line in enumerate(Path(path).read_text().splitlines(), start=1)
                 for text in re.findall(r"(?<=\s)# .*", line)}
-    stale = {line: f"{text}: shape {j + 1} never occurs" for line, text in comments.items()
-             for j in range(len(shapes_in(text))) if (line, j) not in found.right}
-    none(stale)
+    wrong |= {line: f"{text}: shape {j + 1} never occurs" for line, text in comments.items()
+              for j in range(len(shapes_in(text))) if (line, j) not in right and line not in wrong}
+    if wrong:
+        pytest.fail("\n".join(f"{line}  {text}" for line, text in wrong.items()), pytrace=False)
 
 
 # ---------------------------------------------------------------------------------------- the page
