@@ -238,7 +238,8 @@ class Meter:
             self.tqdm.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
             if self.here.rank == 0:
                 row = {"epoch": self.epoch, "step": step, "loss": loss, "lr": lr}
-                write_rows(self.run.folder / "steps.jsonl", [row], "a")
+                with side_product(self.run.folder / "steps.jsonl"):
+                    write_rows(self.run.folder / "steps.jsonl", [row], "a")
 
     def row(self):
         """Return the epoch's values for the log."""
@@ -353,7 +354,8 @@ def settle(flags, sizes, recipe, low_res, n, lr_scale=1.0, least_eval_every=1, o
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
     if recipe and "batch_size" not in given and base["batch_size"] > n / 10:
         values["batch_size"] = min(n, 2 ** max(1, int(math.log2(n / 10))))
-        print(f"note    the batch size is {values['batch_size']}, because {n} training images are few")
+        print(f"note    the batch size is {values['batch_size']}, because training images are few: "
+              f"{n}")
     if recipe:
         if "warmup_epochs" not in given:
             values["warmup_epochs"] *= min(1, values["epochs"] / base["epochs"])
@@ -631,8 +633,8 @@ def open_tensors(file, parts):
         for part in parts:
             value = content[part]
             images, labels, names = (value, None, []) if torch.is_tensor(value) else value
-            if isinstance(names, dict):
-                names = [names[key] for key in sorted(names)]
+            if isinstance(names, dict):                    # its keys must be the labels
+                names = [names[i] for i in range(len(names))]
             labels = torch.full((len(images),), -1) if labels is None else torch.as_tensor(labels)
             found.append((images, labels, [*map(str, names)]))
     except Exception as error:                             # a wrong file can raise anything
@@ -645,7 +647,8 @@ def open_tensors(file, parts):
         require(labels.shape == (n,) and not labels.is_floating_point(), f"{where}: labels must be "
                 f"{n} integers, not {labels.dtype} {tuple(labels.shape)}")
         low, high = labels.min().item(), labels.max().item()
-        require(low == high == -1 or 0 <= low and high < len(names), f"{where}: labels are from "
+        unlabelled = low == high == -1 and not names
+        require(unlabelled or 0 <= low and high < len(names), f"{where}: labels are from "
                 f"{low} to {high}, but must be from 0 to {len(names) - 1}, for {len(names)} names")
     require(found[0][2] == found[-1][2], f"--data {file}: the parts have different class names")
     return [(images, labels.long(), names) for images, labels, names in found]
@@ -687,8 +690,8 @@ def sizes_of_files(files, img_size, patch_size):
     return (H, W), max(largest) < 224 and own[0] <= H and own[1] <= W
 
 
-PART = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|uation)?([\W_]*"
-                  r"(images?|imgs?|set|data))?[\W_]*\d*", re.IGNORECASE)
+PART = re.compile(r"([^\W_]+[\W_]+)?(train|val|test|dev|eval|holdout|fold)(val|ing|id|idation|"
+                  r"uation)?([\W_]*(images?|imgs?|set|data))?[\W_]*\d*", re.IGNORECASE)
 
 
 def list_folder(root, parts):
@@ -740,7 +743,7 @@ def find_images(root, has_classes=False):
         require(len(guessed) < 2 and not any(x.lower().startswith("train") for x in guessed),
                 f"--data {root}: {folder} has parts, {' and '.join(guessed)}. Call them train/ and "
                 f"val/ and pass --data {folder} or, to pretrain, pass the folder of one of them")
-        if os.path.realpath(folder) in seen or "last.pt" in names:
+        if os.path.realpath(folder) in seen or {"last.pt", "replaced.pt"} & {*names}:
             folders.clear()                                # os.walk goes no deeper
             continue
         seen.add(os.path.realpath(folder))
@@ -918,7 +921,7 @@ def open_run(flags, here, name):
     """Create a run's folder, --name or `name`. Yields it and, for --resume, its last.pt, or {}.
     Raises InputError if it exists, without --resume or --overwrite. Removes it if left empty."""
     folder = Path(flags.runs, flags.name or name.replace(" ", "_"))
-    last, created = folder / "last.pt", False
+    last, replaced, created = folder / "last.pt", folder / "replaced.pt", False
     if here.rank == 0:
         with suppress(FileExistsError):                    # if runs start at once, one makes it
             folder.mkdir(parents=True)
@@ -934,10 +937,10 @@ def open_run(flags, here, name):
         require(all(found) or not any(found), f"not all processes find {last}: --runs must be on a "
                                               f"shared disk")
         for flag in ("init", "teacher", "checkpoint"):
-            path = getattr(flags, flag)
-            require(not (path and flags.overwrite and found[0] and checkpoint_file(path).exists()
-                         and last.samefile(checkpoint_file(path))),
-                    f"--overwrite would replace {last}, which --{flag} reads: use --name NAME")
+            old = checkpoint_file(getattr(flags, flag) or "")
+            require(not flags.overwrite or not any(
+                x.exists() and old.exists() and x.samefile(old) for x in (last, replaced)),
+                f"--overwrite would replace {old}, which --{flag} reads: use --name NAME")
         if flags.resume and not found[0]:
             print(f"note    nothing to resume: {last} does not exist, so a new run starts")
         yield folder, read_checkpoint(last) if flags.resume and found[0] else {}
@@ -954,7 +957,10 @@ def begin_files(folder, history):
     steps, last = folder / "steps.jsonl", folder / "last.pt"
     if history:
         write_rows(folder / "log.jsonl", history)
-        rows = map(json.loads, steps.read_text().splitlines()) if steps.exists() else ()
+        rows = []
+        for line in steps.read_text().splitlines() if steps.exists() else ():
+            with suppress(ValueError):                     # a killed run may end within a row
+                rows.append(json.loads(line))
         write_rows(steps, [row for row in rows if row["epoch"] <= history[-1]["epoch"]])
         return
     steps.unlink(missing_ok=True)
@@ -1039,7 +1045,9 @@ def read_checkpoint(path, heads=None, part="encoder"):
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
-    cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
+    cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content.get("config", {})}
+    require({"img_size", "patch_size", "dim", "depth", "heads"} <= {*config} and isinstance(
+        content.get("model"), dict), f"{path} lacks the model or parts of its config, e.g. img_size")
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
     if part != "encoder":
         content["model"] = {name.replace(part, "encoder", 1): value for name, value
@@ -1061,8 +1069,12 @@ def load_model(source, methods=METHODS, norm_pix_loss=None):
                  f"{', '.join(methods)}: add it to METHODS in train.py")
     if content.get("source", source_of(cls)) != source_of(cls):
         print(f"note    {content['path']} was trained with another version of {cls.__name__}")
-    model = cls(**content["config"])
-    model.load_state_dict(content["model"])
+    try:
+        model = cls(**content["config"])
+        model.load_state_dict(content["model"])
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"{content['path']} does not fit {cls.__name__} as it is now: "
+                         f"{last_line(error)}") from None
     model.class_names = content.get("classes", [])
     return model.eval()
 
@@ -1254,7 +1266,16 @@ def size_in_pixels(text):
 
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
-fraction, expanded = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
+fraction = in_range(float, 0, 1)
+
+
+def expanded(text):
+    """Parse a path: notebooks do not expand ~, and an empty one is a variable that is not set."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError("the path is empty or has a null byte")
+    return os.path.expanduser(text)
+
+
 
 # flags, {name: (type or choices, help)}
 DATA = {

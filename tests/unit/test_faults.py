@@ -142,6 +142,7 @@ BROKEN = {  # from a good file's bytes and content: broken bytes or content
     "code": lambda file, content: {**content, "extra": Payload()},
     "pickled code": lambda file, content: pickle.dumps({"model": Payload()}, 2),
     "other names": lambda file, content: {"epoch": 3, "state_dict": content["model"]},
+    "no config": lambda file, content: {"method": "mae", "model": content["model"]},
     "a tensor": lambda file, content: torch.zeros(3)}
 
 
@@ -455,6 +456,8 @@ def part(n=8, **more):
     (part(labels=torch.rand(8)), part(), "integers; float32"),
     (part(labels=[*"abcdabcd"]), part(), "dict of tensors; str"), (part(names=2), part(), "int"),
     (part(), part(names=["a", "c"]), "different class names"),
+    (part(names={"0": "a", "1": "b"}), part(), "dict of tensors; 0"),
+    (part(), part(labels=-torch.ones(8).long()), "val: labels are from -1 to -1"),
     (part(0), part(), "uint8 tensor; (0, 3, 8, 8)"), ([1, 2], part(), "dict of tensors; unpack"),
     (part(images=torch.zeros(8, 3, 8, 8)), part(), "uint8; float32"),
     (part(images=np.zeros((8, 3, 8, 8), "uint8")), part(), "own.pt must be a dict of tensors")])
@@ -507,6 +510,7 @@ LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
     "train/0.png train/1.png val/2.png": (2, 1, 0), "train/a/0.png val/images/1.png": "images; a",
     "train/a/0.png train/1.png val/a/2.png": (1, 1, 1),
     "train/train/0.png val/train/0.png": (1, 1, 1),
+    "fold1/0.png fold2/0.png": "fold1; fold2", "seg_train/a/0.png seg_test/a/0.png": "seg_train",
     "a/0.png b/0.png runs/x/last.pt runs/x/recon.png": (1, 1, 0), "train/a/0.png": "no val/",
     "train/a/0.png val/x.txt": "val has no images", "test/0.png a/1.png": (1, 1, 0),
     "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
@@ -622,6 +626,9 @@ def test_causes_are_named(pretrain, tune, refused, monkeypatch, capsys):
     content = torch.load("runs/mae/last.pt", weights_only=True)
     torch.save({**content, "method": "nir"}, "nir.pt")
     refused(train.main, ["--eval", "nir.pt"], "nir.pt: ", "method nir", "METHODS")
+    torch.save({**content, "config": {**content["config"], "new": 1}}, "later.pt")
+    refused(train.load_model, "later.pt", "later.pt does not fit MAE as it is now", "'new'")
+    refused(train.main, ["--init", "", "--name", "x"], "--init", "empty")
     torch.save({**content, "source": "another text"}, "edited.pt")
     train.load_model("edited.pt")
     assert "edited.pt was trained with another version" in capsys.readouterr().out

@@ -600,6 +600,8 @@ def test_resuming(pretrain, folder, capsys):
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and again["history"] == log()
+    with open("runs/mae/steps.jsonl", "a") as file:
+        file.write('{"epoch": 3, "st')                     # a run that was killed within a row
     moved = shutil.copytree(folder, Path("moved", "other"))
     capsys.readouterr()
     other = pretrain("--resume", "--epochs", "3", "--weight_decay", "0.9", "--betas", "0.5,0.6",
