@@ -1047,7 +1047,7 @@ def read_checkpoint(path, heads=None, part="encoder"):
               f"(--heads), and ImageNet's mean and std")
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content.get("config", {})}
     require({"img_size", "patch_size", "dim", "depth", "heads"} <= {*config} and isinstance(
-        content.get("model"), dict), f"{path} lacks the model or parts of its config, e.g. img_size")
+        content.get("model"), dict), f"{path} lacks its model or config, or a size in the latter")
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
     if part != "encoder":
         content["model"] = {name.replace(part, "encoder", 1): value for name, value
