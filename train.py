@@ -304,9 +304,10 @@ def wrap(model, run, here):
     if run.compile:
         try:                                               # something small: is a compiler there?
             torch.compile(lambda x: x + 1)(torch.zeros(8, device=here.device))
-        except Exception as error:
-            raise InputError(f"--compile: torch.compile fails here ({last_line(error)}): install a "
-                             f"C++ compiler such as g++, or drop --compile") from error
+        except Exception as error:                         # its last line is advice
+            cause = [x for x in str(error).splitlines() if "ompiler" in x] or [last_line(error)]
+            raise InputError(f"--compile: torch.compile fails here ({cause[0]}): install a C++ "
+                             f"compiler such as g++, or drop --compile") from None
         # torch 2.6 cannot cut a checkpointed graph at DDP's buckets; 2.14 can
         torch._dynamo.config.optimize_ddp = not run.grad_checkpointing or TORCH >= (2, 14)
         model = torch.compile(model, dynamic=False)
