@@ -287,6 +287,7 @@ def evaluate(score, val, here, img_size, most=None):
     for _, images, labels in train.val_batches(val, here, img_size, most):
         with train.autocast(here):
             scores = score(images)                                     # (b, classes)
+        require(scores.isfinite().all(), "scores are not finite: are the checkpoint's weights?")
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
         for name, k in (("top1", 1), ("top5", 5)):
             if name in sums:

@@ -1250,9 +1250,14 @@ def in_range(kind, low, high=math.inf):
     return number
 
 
-def numbers(kind):
-    """Return an argparse type that turns `0,5,11` into (0, 5, 11)."""
-    return lambda text: tuple(kind(part) for part in text.split(","))
+def numbers(kind, n=None):
+    """Return an argparse type that turns `0,5,11` into (0, 5, 11), or refuses it unless n is 3."""
+    def values(text):
+        found = tuple(kind(part) for part in text.split(","))
+        if len(found) != (n or len(found)):
+            raise argparse.ArgumentTypeError(f"{text} must be {n} numbers")
+        return found
+    return values
 
 
 def word_or_integers(text):
@@ -1314,7 +1319,7 @@ RECIPE = {
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
     "blr": (not_negative, "learning rate for a batch of 256"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
-    "betas": (numbers(fraction), "betas of Adam and AdamW, e.g. 0.9,0.95"),
+    "betas": (numbers(fraction, 2), "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),

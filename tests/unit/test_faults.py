@@ -39,6 +39,7 @@ train | --epoch 5                              | --epoch
 train | --batch_size 41                        | --batch_size 41 ; 40
 train | --mask_ratio 0.99                      | mask_ratio 0.99
 train | --lr nan                               | --lr
+train | --betas 0.9,0.95,0.99                  | --betas ; must be 2 numbers
 train | --patch_size 4,0                       | --patch_size
 train | --data nowhere                         | --data nowhere
 train | --data empty                           | empty

@@ -137,6 +137,10 @@ def test_finetuning_and_probing_learn(tune, folder):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
     assert row["top1"] == 100 and "top5" not in row        # of two classes
     assert content["history"][0].keys() >= {"top1", "loss", "lr", "img_s", "wait"}
+    weights = {name: x * math.nan for name, x in content["model"].items()}
+    torch.save({**content, "model": weights}, "nan.pt")
+    with pytest.raises(ValueError, match="not finite"):
+        finetune.main("--mode eval --checkpoint nan.pt --workers 0")
     model = train.load_model("runs/tuned/last.pt", {"classifier": Classifier})
     assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), HERE)[1]
