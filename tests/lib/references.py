@@ -59,7 +59,7 @@ def random_inputs(B=2):
     return torch.randn(B, 3, 4, 6), noise, *noise.argsort(dim=1).split([2, 4], dim=1)
 
 
-# ------------------------------------------------------------------------------------------- vit.py
+# ------------------------------------------------------------------------- from easy to hard
 @exercise(
     "vit.patchify", "ViT Sec. 3.1; MAE Sec. 3", "images -> patches in raster order",
     "image, patch, value",
@@ -71,7 +71,7 @@ def random_inputs(B=2):
 def patchify(images, patch_size, slip=""):
     B, C, H, W = images.shape
     p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
-    pixels, patches = images.tolist(), torch.zeros(B, H // p * (W // q), p * q * C).tolist()
+    patches = torch.zeros(B, H // p * (W // q), p * q * C)
     for b, c, y, x in product(range(B), range(C), range(H), range(W)):
         patch = y // p * (W // q) + x // q
         value = (y % p * q + x % q) * C + c
@@ -83,8 +83,33 @@ def patchify(images, patch_size, slip=""):
             value = (x % q * p + y % p) * C + c
         elif slip == "memory":
             patch, value = divmod((c * H + y) * W + x, p * q * C)
-        patches[b][patch][value] = pixels[b][c][y][x]
-    return torch.tensor(patches)
+        patches[b, patch, value] = images[b, c, y, x]
+    return patches
+
+
+def rate_cases(train):
+    said = dict(lr=0.3, min_lr=0.1, warmup_epochs=2, epochs=10, schedule="cosine")
+    return [(t, SimpleNamespace(**{**said, **other})) for other in (
+        {}, dict(warmup_epochs=0), dict(schedule="constant")) for t in (0, 0.5, 2, 3.7, 6, 10)]
+
+
+@exercise(
+    "train.learning_rate", "MAE Table 8", "a warmup, then half a cosine", "", rate_cases,
+    whole="the cosine starts at epoch 0. It should start where the warmup ends.",
+    floor="the learning rate should end at min_lr.",
+    added="min_lr is added everywhere. The highest learning rate should be lr.",
+    step="the learning rate should also change within an epoch.",
+    constant="the schedule is ignored.")
+def learning_rate(t, args, slip=""):
+    t = int(t) if slip == "step" else t
+    if t < args.warmup_epochs:
+        return args.lr * t / args.warmup_epochs
+    if args.schedule == "constant" and slip != "constant":
+        return args.lr
+    start = 0 if slip == "whole" else args.warmup_epochs
+    half = math.pi * (t - start) / (args.epochs - start) / 2
+    falls, rises = math.cos(half) ** 2, math.sin(half) ** 2
+    return falls * args.lr + {"floor": 0, "added": 1}.get(slip, rises) * args.min_lr
 
 
 @exercise(
@@ -97,21 +122,17 @@ def patchify(images, patch_size, slip=""):
     outside="1e-6 is added to the standard deviation. It should be added to the variance.",
     image="mean and variance are computed over a whole image. Each patch has its own.")
 def normalize_patches(patches, slip=""):
-    result, means, stds = torch.empty_like(patches), [], []
-    for b, image in enumerate(patches.tolist()):
-        for i, patch in enumerate(image):
-            values = sum(image, []) if slip == "image" else patch
-            mean = sum(values) / len(values)
-            var = sum((v - mean) ** 2 for v in values) / (len(values) - (slip != "biased"))
-            std = math.sqrt(var + 1e-6)
-            if slip in ("epsilon", "outside"):
-                std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
-            row = [(v - mean) / std if std else math.nan for v in patch]
-            result[b, i] = torch.tensor(row)
-            means.append(mean)
-            stds.append(std)
-    shape = (*patches.shape[:2], 1)
-    return result, torch.tensor(means).view(shape), torch.tensor(stds).view(shape)
+    B, L, _ = patches.shape
+    result, means, stds = torch.empty_like(patches), torch.empty(B, L, 1), torch.empty(B, L, 1)
+    for b, i in product(range(B), range(L)):
+        values = (patches[b] if slip == "image" else patches[b, i]).flatten().tolist()
+        mean = sum(values) / len(values)
+        var = sum((v - mean) ** 2 for v in values) / (len(values) - (slip != "biased"))
+        std = math.sqrt(var + 1e-6)
+        if slip in ("epsilon", "outside"):
+            std = math.sqrt(var) + (1e-6 if slip == "outside" else 0)
+        result[b, i], means[b, i], stds[b, i] = (patches[b, i] - mean) / std, mean, std
+    return result, means, stds
 
 
 @exercise(
@@ -122,25 +143,84 @@ def normalize_patches(patches, slip=""):
     inverted="the mask is inverted. 1 is masked, 0 visible.",
     count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
     raster="the ids are in raster order. They should be sorted by noise.",
-    kept="only the order of ids_keep is wrong. It should be sorted by noise.",
     ranks="the ids are the ranks of the patches. They should be the patches, sorted by rank.",
     shuffled="the mask is sorted by noise. Its entry i should be for patch i.")
 def masking(noise, mask_ratio, slip=""):
     L = noise.shape[1]
     K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
-    keep, rest, mask = [], [], torch.ones(noise.shape)
-    for b in range(len(noise)):
-        row = noise[b].tolist()
+    ids, mask = [], torch.ones(noise.shape)
+    for b, row in enumerate(noise.tolist()):
         order = sorted(range(L), key=row.__getitem__, reverse=slip == "highest")
         if slip == "raster":
             order = sorted(order[:K]) + sorted(order[K:])
         elif slip == "ranks":
             order = [order.index(i) for i in range(L)]
-        keep.append(sorted(order[:K]) if slip == "kept" else order[:K])
-        rest.append(order[K:])
+        ids.append(order)
         for i in range(K) if slip == "shuffled" else order[:K]:
             mask[b, i] = 0
-    return torch.tensor(keep), torch.tensor(rest), 1 - mask if slip == "inverted" else mask
+    ids = torch.tensor(ids)
+    return ids[:, :K], ids[:, K:], 1 - mask if slip == "inverted" else mask
+
+
+def mix_cases(imae):
+    model, images, partners = build(imae.IMAE), torch.randn(3, 3, 3, 3), torch.randn(3, 3, 3, 3)
+    alphas = (torch.tensor([0.3, 0.9, 0.5]), torch.tensor(0.4), 0.3, 0.8)
+    return [(model, images, partners, alpha) for alpha in alphas]
+
+
+@exercise(
+    "imae.IMAE.mix_images", "i-MAE Algorithm 1, item 3", "mix images, and sort each pair by weight",
+    ("mix: image, channel, row, column", ("subordinate: image, channel, row, column",
+                                          "dominant: image, channel, row, column")),
+    mix_cases,
+    weight="alpha is the weight of images, not of partners.",
+    roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
+    half="at exactly 0.5, images should be the subordinate ones (item 3).")
+def mix_images(self, images, partners, alpha, slip=""):
+    weights, mix, small, large = torch.as_tensor(alpha).expand(len(images)), [], [], []
+    for x, y, a in zip(images, partners, weights):
+        first = a < 0.5 if slip == "half" else a <= 0.5
+        first = not first if slip == "roles" else first
+        small.append(x if first else y)
+        large.append(y if first else x)
+        a = 1 - a if slip == "weight" else a
+        mix.append(a * x + (1 - a) * y)
+    return torch.stack(mix), (torch.stack(small), torch.stack(large))
+
+
+def coordinates(*shape):
+    return torch.randint(-8, 9, (*shape, 2)) / 8           # eighths are exact in every precision
+
+
+def call_features(function, *args):
+    """Call fourier_features; float64 is as good as float32."""
+    result = function(*args)
+    return result.double() if torch.is_tensor(result) else result
+
+
+@exercise(
+    "hypermae.fourier_features", "HyperMAE Algorithm 1, item 5", "cosines and sines of coordinates",
+    "image, coordinate, feature",
+    lambda hypermae: [(coordinates(3), 6, 8.0), (coordinates(2, 3), 6, 8.0),
+                      (coordinates(3).bfloat16(), 4, 64.0)],
+    call_features,
+    sines="sines come before cosines. The cosines should come first.",
+    pi="pi is missing.",
+    double="the phase is 2 pi f c. The docstring says pi f c.",
+    open="the last frequency should be sigma itself.",
+    mixed="row and column alternate. All frequencies of the row should come first.")
+def fourier_features(coords, dim, sigma, slip=""):
+    n, rows = dim // 2, []
+    for row, column in coords.reshape(-1, 2).tolist():
+        phases = []
+        for x, k in product((row, column), range(n)):
+            f = sigma ** (k / (n if slip == "open" else n - 1))
+            phases.append({"pi": 1, "double": 2 * math.pi}.get(slip, math.pi) * f * x)
+        if slip == "mixed":
+            phases = [phases[half + k] for k in range(n) for half in (0, n)]
+        halves = [[math.cos(a) for a in phases], [math.sin(a) for a in phases]]
+        rows.append(halves[1] + halves[0] if slip == "sines" else halves[0] + halves[1])
+    return torch.tensor(rows).view(*coords.shape[:-1], 2 * dim)
 
 
 @exercise(
@@ -161,6 +241,85 @@ def sincos_pos_embed(dim, grid, slip=""):
             row += [value for part in parts for value in part]
         table.append(row)
     return torch.tensor([table])
+
+
+@exercise(
+    "mae.MAE.add_mask_tokens", "MAE Sec. 3, MAE decoder", "visible and mask tokens with positions",
+    "image, token, channel", lambda mae: [(build(mae.MAE), torch.randn(2, 3, 8),
+                                           *random_inputs()[2:])],
+    positions="the positions are left out.",
+    places="positions follow the order of the tokens. Each patch has its own, given by its id.",
+    shifted="each patch has the position of the one before it. Row 0 is the class token's.",
+    raster="tokens are in raster order. They should be sorted by noise, visible ones first.")
+def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
+    results, K = [], ids_keep.shape[1]
+    for b, ids in enumerate(torch.cat([ids_keep, ids_mask], dim=1).tolist()):
+        x = self.decoder_embed(latent[b])                              # (1+K, E)
+        rows = {-1: x[0] + self.decoder_pos_embed[0, 0]}
+        for place, patch in enumerate(ids):
+            token = x[1 + place] if place < K else self.mask_token[0, 0]
+            row = {"places": 1 + place, "shifted": patch}.get(slip, 1 + patch)
+            if slip != "positions":
+                token = token + self.decoder_pos_embed[0, row]
+            rows[patch if slip == "raster" else place] = token
+        results.append(torch.stack([rows[place] for place in sorted(rows)]))
+    return torch.stack(results)
+
+
+LOSS_SLIPS = dict(
+    all="the loss covers all patches. It should cover only the masked ones.",
+    divided="the sum is divided by the number of all patches. Divide by the number of masked ones.",
+    pixels="norm_pix_loss is ignored or inverted.",
+    order="predictions are compared with other patches' pixels. Predictions are sorted by noise.",
+    mask="the mask is in raster order, but it is applied to errors sorted by noise.",
+    ignored="noise is ignored: a new mask is drawn.")
+
+
+def mean_error(model, images, z, ids_keep, ids_mask, slip):
+    """Return the mean squared error over the masked patches of images, predicted from z."""
+    ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
+    pred = model.decode(z, ids_keep, ids_mask, visible_too=True)             # (B, L, p*p*C)
+    patches = patchify(images, model.encoder.patch_size)
+    if model.norm_pix_loss != (slip == "pixels"):
+        patches = normalize_patches(patches)[0]
+    for b in range(len(ids)):
+        part = {"all": slice(None), "mask": ids_mask[b]}.get(slip, slice(K, None))
+        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
+        for prediction, i in zip(pred[b, part], patch_ids):
+            errors.append((prediction - patches[b, i]) ** 2)
+    patches = ids.numel() if slip == "divided" else len(errors)
+    return torch.stack(errors).sum() / (patches * pred.shape[2])
+
+
+def call_forward(forward, model, images, noise, *more):
+    """Call forward. Raises Different if noise is None and forward always uses the same mask."""
+    torch.manual_seed(1)                                   # in case forward draws noise anyway
+    if noise is not None:
+        return forward(model, images, noise, *more)
+    if len({forward(model, images, None, *more)[0].item() for _ in range(9)}) == 1:
+        raise Different("noise is None, but every call uses the same mask: draw a new one")
+    return {}
+
+
+def loss_cases(mae):
+    images, noise, *_ = random_inputs()
+    return [(build(mae.MAE, norm_pix_loss=False), images, noise),
+            (build(mae.MAE, norm_pix_loss=True), images, noise),
+            (build(mae.MAE), images, None)]
+
+
+@exercise(
+    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
+    ("loss: ", "metrics"), loss_cases, call_forward,
+    leak="all patches are encoded, so the visible ones have seen the masked ones.",
+    **LOSS_SLIPS)
+def mae_forward(self, images, noise=None, slip=""):
+    noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
+    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
+    seen = torch.cat([ids_keep, ids_mask], dim=1) if slip == "leak" else ids_keep
+    z = self.encode(images, seen)
+    loss = mean_error(self, images, z[:, :1 + ids_keep.shape[1]], ids_keep, ids_mask, slip)
+    return loss, {"loss": loss.detach()}
 
 
 ATTENTION_SLIPS = dict(
@@ -205,91 +364,6 @@ def attention(self, x, slip=""):
     return torch.stack(results)
 
 
-# ------------------------------------------------------------------------------------------- mae.py
-@exercise(
-    "mae.MAE.add_mask_tokens", "MAE Sec. 3, MAE decoder", "visible and mask tokens with positions",
-    "image, token, channel", lambda mae: [(build(mae.MAE), torch.randn(2, 3, 8),
-                                           *random_inputs()[2:])],
-    positions="the positions are left out.",
-    places="positions follow the order of the tokens. Each patch has its own, given by its id.",
-    shifted="each patch has the position of the one before it. Row 0 is the class token's.",
-    raster="tokens are in raster order. They should be sorted by noise, visible ones first.")
-def add_mask_tokens(self, latent, ids_keep, ids_mask, slip=""):
-    results, K = [], ids_keep.shape[1]
-    for b, ids in enumerate(torch.cat([ids_keep, ids_mask], dim=1).tolist()):
-        x = self.decoder_embed(latent[b])                              # (1+K, E)
-        rows = {-1: x[0] + self.decoder_pos_embed[0, 0]}
-        for place, patch in enumerate(ids):
-            token = x[1 + place] if place < K else self.mask_token[0, 0]
-            row = {"places": 1 + place, "shifted": patch}.get(slip, 1 + patch)
-            if slip != "positions":
-                token = token + self.decoder_pos_embed[0, row]
-            rows[patch if slip == "raster" else place] = token
-        results.append(torch.stack([rows[place] for place in sorted(rows)]))
-    return torch.stack(results)
-
-
-LOSS_SLIPS = dict(
-    all="the loss covers all patches. It should cover only the masked ones.",
-    sum="the loss is a sum. It should be a mean.",
-    divided="the sum is divided by the number of all patches. Divide by the number of masked ones.",
-    pixels="norm_pix_loss is ignored or inverted.",
-    order="predictions are compared with other patches' pixels. Predictions are sorted by noise.",
-    mask="the mask is in raster order, but it is applied to errors sorted by noise.",
-    ignored="noise is ignored: a new mask is drawn.",
-    exchanged="ids_keep and ids_mask are exchanged: the masked patches are encoded.")
-
-
-def mean_error(model, images, z, ids_keep, ids_mask, slip):
-    """Return the mean squared error over the masked patches of images, predicted from z."""
-    ids, K, errors = torch.cat([ids_keep, ids_mask], dim=1), ids_keep.shape[1], []
-    pred = model.decode(z, ids_keep, ids_mask, visible_too=True)             # (B, L, p*p*C)
-    patches = patchify(images, model.encoder.patch_size)
-    if model.norm_pix_loss != (slip == "pixels"):
-        patches = normalize_patches(patches)[0]
-    for b in range(len(ids)):
-        part = {"all": slice(None), "mask": ids_mask[b]}.get(slip, slice(K, None))
-        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
-        for prediction, i in zip(pred[b, part], patch_ids):
-            errors.append((prediction - patches[b, i]) ** 2)
-    patches = ids.numel() if slip == "divided" else len(errors)
-    return torch.stack(errors).sum() / (1 if slip == "sum" else patches * pred.shape[2])
-
-
-def call_forward(forward, model, images, noise, *more):
-    """Call forward. Raises Different if noise is None and forward always uses the same mask."""
-    torch.manual_seed(1)                                   # in case forward draws noise anyway
-    if noise is not None:
-        return forward(model, images, noise, *more)
-    if len({forward(model, images, None, *more)[0].item() for _ in range(9)}) == 1:
-        raise Different("noise is None, but every call uses the same mask: draw a new one")
-    return {}
-
-
-def loss_cases(mae):
-    images, noise, *_ = random_inputs()
-    return [(build(mae.MAE, norm_pix_loss=False), images, noise),
-            (build(mae.MAE, norm_pix_loss=True), images, noise),
-            (build(mae.MAE), images, None)]
-
-
-@exercise(
-    "mae.MAE.forward", "MAE Sec. 3", "the loss: mask, encode, decode, compare",
-    ("loss: ", "metrics"), loss_cases, call_forward,
-    leak="all patches are encoded, so the visible ones have seen the masked ones.",
-    **LOSS_SLIPS)
-def mae_forward(self, images, noise=None, slip=""):
-    noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
-    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
-    if slip == "exchanged":
-        ids_keep, ids_mask = ids_mask, ids_keep
-    seen = torch.cat([ids_keep, ids_mask], dim=1) if slip == "leak" else ids_keep
-    z = self.encode(images, seen)
-    loss = mean_error(self, images, z[:, :1 + ids_keep.shape[1]], ids_keep, ids_mask, slip)
-    return loss, {"loss": loss.detach()}
-
-
-# -------------------------------------------------------------------------------------- crossmae.py
 @exercise(
     "crossmae.CrossAttention.forward", "CrossMAE Sec. 3.2", "queries attend to another sequence",
     "image, query, channel",
@@ -323,60 +397,69 @@ def map_cases(crossmae):
     norms="the mixes are not normalised. Each decoder block has a norm (A.3).",
     logits="softmax_weights is ignored: map_weights() applies it.",
     axis="the softmax is over decoder blocks. It should be over the maps.",
-    projection="project_maps is ignored.",
-    early="projections get the wrong maps. map_proj[j] is for the map map_ids[j].")
+    projection="project_maps is ignored.")
 def crossmae_encode(self, images, ids_keep, slip=""):
     maps, results = self.encoder.feature_maps(self.encoder.embed(images, ids_keep)), []
     if not hasattr(self, "wfm"):                           # feature_maps "last"
         return [self.encoder.norm(maps[-1]) for _ in self.decoder_blocks]
-    W, ids = self.wfm["linear"].weight, self.map_ids
+    W = self.wfm["linear"].weight
     if self.softmax_weights and slip != "logits":
         W = W.exp() / W.exp().sum(0 if slip == "axis" else 1, keepdim=True)
     for k, norm in enumerate(self.dec_norms):
         t = 0
-        for j, i in enumerate(ids):
+        for j, i in enumerate(self.map_ids):
             f = maps[i]
             if self.map_proj and slip != "projection":
-                f = self.map_proj[i % len(ids) if slip == "early" else j](f)
+                f = self.map_proj[j](f)
             t = t + W[0 if slip == "shared" else k, j] * f
         results.append(t if slip == "norms" else norm(t))
     return results
 
 
-# -------------------------------------------------------------------------------------- hypermae.py
-def coordinates(*shape):
-    return torch.randint(-8, 9, (*shape, 2)) / 8           # eighths are exact in every precision
-
-
-def call_features(function, *args):
-    """Call fourier_features; float64 is as good as float32."""
-    result = function(*args)
-    return result.double() if torch.is_tensor(result) else result
+def by_parameter(function, model, *args):
+    """Return the groups as {parameter: {weight_decay, lr_factor}}: their order does not matter."""
+    names, found = {id(p): name for name, p in model.named_parameters()}, {}
+    for group in function(model, *args):
+        params = group["params"]                           # an optimizer also takes a single one
+        for p in [params] if torch.is_tensor(params) else params:
+            name = names.get(id(p), "what is not a parameter of the model")
+            if name in found:
+                raise Different(f"{name} is in two groups")
+            found[name] = {key: group[key] for key in ("weight_decay", "lr_factor")}
+    return found
 
 
 @exercise(
-    "hypermae.fourier_features", "HyperMAE Algorithm 1, item 5", "cosines and sines of coordinates",
-    "image, coordinate, feature",
-    lambda hypermae: [(coordinates(3), 6, 8.0), (coordinates(2, 3), 6, 8.0),
-                      (coordinates(3).bfloat16(), 4, 64.0)],
-    call_features,
-    sines="sines come before cosines. The cosines should come first.",
-    pi="pi is missing.",
-    double="the phase is 2 pi f c. The docstring says pi f c.",
-    open="the last frequency should be sigma itself.",
-    mixed="row and column alternate. All frequencies of the row should come first.")
-def fourier_features(coords, dim, sigma, slip=""):
-    n, rows = dim // 2, []
-    for row, column in coords.reshape(-1, 2).tolist():
-        phases = []
-        for x, k in product((row, column), range(n)):
-            f = sigma ** (k / (n if slip == "open" else n - 1))
-            phases.append({"pi": 1, "double": 2 * math.pi}.get(slip, math.pi) * f * x)
-        if slip == "mixed":
-            phases = [phases[half + k] for k in range(n) for half in (0, n)]
-        halves = [[math.cos(a) for a in phases], [math.sin(a) for a in phases]]
-        rows.append(halves[1] + halves[0] if slip == "sines" else halves[0] + halves[1])
-    return torch.tensor(rows).view(*coords.shape[:-1], 2 * dim)
+    "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower learning rates for lower layers", "",
+    lambda finetune: [(build(finetune.Classifier, **options), *more) for options, *more in (
+        (dict(depth=2), 0.05, 0.5), (dict(depth=2, pool="token"), 0.1, 0.75),
+        (dict(depth=2, probe=True), 0.05, 0.5), (dict(depth=12), 0.05, 0.5),
+        (dict(depth=2, extra_tokens=2, pool="extra"), 0.05, 0.5))], by_parameter,
+    shifted="the exponents are off by one. The head's lr_factor should be 1.",
+    reversed="the head has the lowest learning rate. The embedding should have it.",
+    embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
+    digit="block numbers from 10 on have two digits. Both count.",
+    everything="all parameters decay. Only those with two axes or more should.",
+    tokens="learned tokens or positions decay. They should not.")
+def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
+    groups, encoder = [], model.encoder
+    tokens = [*encoder.parameters(recurse=False)]          # learned tokens or positions
+    layers = [[*tokens, *encoder.patch_embed.parameters()]]
+    layers += [list(block.parameters()) for block in encoder.blocks]
+    below = {id(p) for layer in layers for p in layer}
+    layers.append([p for p in model.parameters() if id(p) not in below])
+    for i, layer in enumerate(layers):
+        steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
+        steps -= slip == "embedding" and i == 0
+        if slip == "digit" and 10 < i < len(layers) - 1:   # block 10 is read as block 1
+            steps = len(layers) - 2 - (i - 1) // 10
+        for p in layer:
+            learned = slip != "tokens" and any(p is token for token in tokens)
+            decays = p.ndim > 1 and not learned or slip == "everything"
+            if p.requires_grad:
+                groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
+                                   lr_factor=math.prod([layer_decay] * steps)))
+    return groups
 
 
 def paco_cases(hypermae):
@@ -399,28 +482,24 @@ def paco_cases(hypermae):
     late="M comes one layer late: modulated_layer counts from 0.",
     transposed="M is transposed.")
 def paco_mlp(self, coords, M, slip=""):
-    depth, mod, results = len(self.paco_mlp) + 1, self.modulated_layer, []
+    depth, results = len(self.paco_mlp) + 1, []
     around = self.relu_around_m and slip != "ignored"
-    before = around or slip in ("around", "before")    # a ReLU before M, ...
-    after = around or slip in ("around", "after")          # ... and after it
-    place = mod + (slip == "late")
+    place = self.modulated_layer + (slip == "late")
+    has_relu = {place - 1: around or slip in ("around", "before"),           # other layers have one
+                place: around or slip in ("around", "after"), depth - 1: slip == "final"}
     for own, places in zip(M, coords.expand(len(M), -1, -1)):
         z = fourier_features(places, self.pe_dim, self.pe_sigma)       # (P, 2 pe_dim)
         for i in range(depth):
             if i == place:
-                z = z @ (own.T if slip == "transposed" and len(own) == len(own.T) else own)
+                z = z @ (own.T if slip == "transposed" else own)
             else:
                 z = self.paco_mlp[i if i < place else i - 1](z)
-            relu = {place - 1: before, place: after}.get(i, True)
-            if i == depth - 1:
-                relu = slip == "final"
-            if relu:
+            if has_relu.get(i, True):
                 z = z * (z > 0)                                        # (P, h)
         results.append(z if slip == "bias" else z + self.out_bias)
     return torch.stack(results)
 
 
-# ------------------------------------------------------------------------------------------ minr.py
 def modulate_cases(minr):
     models = [build(minr.MINR, **options) for options in (
         {}, dict(modulated_layers=(0, 2)),
@@ -462,33 +541,6 @@ def modulate(self, tokens, slip=""):
     return layers
 
 
-# ------------------------------------------------------------------------------------------ imae.py
-def mix_cases(imae):
-    model, images, partners = build(imae.IMAE), torch.randn(3, 3, 3, 3), torch.randn(3, 3, 3, 3)
-    alphas = (torch.tensor([0.3, 0.9, 0.5]), torch.tensor(0.4), 0.3, 0.8)
-    return [(model, images, partners, alpha) for alpha in alphas]
-
-
-@exercise(
-    "imae.IMAE.mix_images", "i-MAE Algorithm 1, item 3", "mix images, and sort each pair by weight",
-    ("mix: image, channel, row, column", ("subordinate: image, channel, row, column",
-                                          "dominant: image, channel, row, column")),
-    mix_cases,
-    weight="alpha is the weight of images, not of partners.",
-    roles="subordinate and dominant are exchanged. The subordinate one has the smaller weight.",
-    half="at exactly 0.5, images should be the subordinate ones (item 3).")
-def mix_images(self, images, partners, alpha, slip=""):
-    weights, mix, small, large = torch.as_tensor(alpha).expand(len(images)), [], [], []
-    for x, y, a in zip(images, partners, weights):
-        first = a < 0.5 if slip == "half" else a <= 0.5
-        first = not first if slip == "roles" else first
-        small.append(x if first else y)
-        large.append(y if first else x)
-        a = 1 - a if slip == "weight" else a
-        mix.append(a * x + (1 - a) * y)
-    return torch.stack(mix), (torch.stack(small), torch.stack(large))
-
-
 def imae_cases(imae):
     (images, noise, *_), partners, alpha = random_inputs(3), torch.randn(3, 3, 4, 6), torch.rand(3)
     teacher, other = dict(teacher=dict(dim=8, depth=1, heads=2)), build(imae.IMAE, alpha=0.3)
@@ -523,8 +575,6 @@ def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
         alpha = self.draw_alpha("cpu")
     mix, xs = mix_images(self, images, partners, alpha)
     ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
-    if slip == "exchanged":
-        ids_keep, ids_mask = ids_mask, ids_keep
     recon, distill = [], torch.tensor(0.0)
     for i, z in enumerate(self.encode(mix, ids_keep)):
         target = mix if slip == "mixture" else xs[1 - i if slip == "targets" else i]
@@ -537,85 +587,3 @@ def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
     loss = loss + (1 if slip == "weight" else self.distill_weight) * distill
     metrics = dict(loss=loss, distill=distill, **dict(zip(("subordinate", "dominant"), recon)))
     return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-# ------------------------------------------------------------------------- train.py and finetune.py
-def rate_cases(train):
-    said = dict(lr=0.3, min_lr=0.1, warmup_epochs=2, epochs=10, schedule="cosine")
-    return [(t, SimpleNamespace(**{**said, **other})) for other in (
-        {}, dict(warmup_epochs=0), dict(schedule="constant")) for t in (0, 0.5, 2, 3.7, 6, 10)]
-
-
-@exercise(
-    "train.learning_rate", "MAE Table 8", "a warmup, then half a cosine", "", rate_cases,
-    whole="the cosine starts at epoch 0. It should start where the warmup ends.",
-    floor="the learning rate should end at min_lr.",
-    added="min_lr is added everywhere. The highest learning rate should be lr.",
-    step="the learning rate should also change within an epoch.",
-    constant="the schedule is ignored.")
-def learning_rate(t, args, slip=""):
-    t = int(t) if slip == "step" else t
-    if t < args.warmup_epochs:
-        return args.lr * t / args.warmup_epochs
-    if args.schedule == "constant" and slip != "constant":
-        return args.lr
-    start = 0 if slip == "whole" else args.warmup_epochs
-    half = math.pi * (t - start) / (args.epochs - start) / 2
-    falls, rises = math.cos(half) ** 2, math.sin(half) ** 2
-    return falls * args.lr + {"floor": 0, "added": 1}.get(slip, rises) * args.min_lr
-
-
-def by_parameter(function, model, *args):
-    """Return the groups as {parameter: {weight_decay, lr_factor}}: their order does not matter."""
-    names, found = {id(p): name for name, p in model.named_parameters()}, {}
-    for group in function(model, *args):
-        params = group["params"]                           # an optimizer also takes a single one
-        for p in [params] if torch.is_tensor(params) else params:
-            name = names.get(id(p), "what is not a parameter of the model")
-            if name in found:
-                raise Different(f"{name} is in two groups")
-            found[name] = {key: group[key] for key in ("weight_decay", "lr_factor")}
-    return found
-
-
-@exercise(
-    "finetune.layer_decay_groups", "BEiT; MAE Table 9", "lower learning rates for lower layers", "",
-    lambda finetune: [(build(finetune.Classifier, **options), *more) for options, *more in (
-        (dict(depth=2), 0.05, 0.5), (dict(depth=2, pool="token"), 0.1, 0.75),
-        (dict(depth=2, probe=True), 0.05, 0.5), (dict(depth=12), 0.05, 0.5),
-        (dict(depth=2, extra_tokens=2, pool="extra"), 0.05, 0.5))], by_parameter,
-    shifted="the exponents are off by one. The head's lr_factor should be 1.",
-    reversed="the head has the lowest learning rate. The embedding should have it.",
-    embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
-    digit="block numbers from 10 on have two digits. Both count.",
-    everything="all parameters decay. Only those with two axes or more should.",
-    tokens="learned tokens or positions decay. They should not.")
-def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
-    groups, encoder = [], model.encoder
-    tokens = [encoder.cls_token, encoder.pos_embed]
-    tokens += [] if encoder.extra_tokens is None else [encoder.extra_tokens]
-    layers = [[*tokens, *encoder.patch_embed.parameters()]]
-    layers += [list(block.parameters()) for block in encoder.blocks]
-    below = {id(p) for layer in layers for p in layer}
-    layers.append([p for p in model.parameters() if id(p) not in below])
-    for i, layer in enumerate(layers):
-        steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
-        steps -= slip == "embedding" and i == 0
-        if slip == "digit" and 10 < i < len(layers) - 1:   # block 10 is read as block 1
-            steps = len(layers) - 2 - (i - 1) // 10
-        for p in layer:
-            decays = p.ndim > 1 or slip == "everything"
-            if any(p is token for token in tokens):
-                decays = slip in ("tokens", "everything")
-            if p.requires_grad:
-                groups.append(dict(params=[p], weight_decay=weight_decay if decays else 0,
-                                   lr_factor=math.prod([layer_decay] * steps)))
-    return groups
-
-
-EXERCISES = {name: EXERCISES[name] for name in (           # from easy to hard
-    "vit.patchify", "train.learning_rate", "vit.normalize_patches", "vit.masking",
-    "imae.IMAE.mix_images", "hypermae.fourier_features", "vit.sincos_pos_embed",
-    "mae.MAE.add_mask_tokens", "mae.MAE.forward", "vit.Attention.forward",
-    "crossmae.CrossAttention.forward", "crossmae.CrossMAE.encode", "finetune.layer_decay_groups",
-    "hypermae.HyperMAE.decode", "minr.MINR.modulate", "imae.IMAE.forward")}
