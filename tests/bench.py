@@ -20,6 +20,7 @@ are ViT-micro and 32 pixels. The columns:
 import argparse
 import itertools
 import math
+import os
 import re
 import statistics
 import sys
@@ -40,7 +41,11 @@ from vit import SIZES
 PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
-OWN = ("batch_size", "amp", "compile", "grad_checkpointing")
+OWN = {  # flags that each method can also set for itself
+    "batch_size": dict(type=count, help="(64; with a GPU 16)"),
+    "amp": dict(choices=("auto", "bf16", "fp16", "fp32"), help="(auto)"),
+    "compile": dict(action=argparse.BooleanOptionalAction),
+    "grad_checkpointing": dict(action=argparse.BooleanOptionalAction)}
 
 
 def count_flops(function):
@@ -65,6 +70,7 @@ def allocated_by(function, device):
         before = torch.cuda.memory_allocated()
         function()
         return torch.cuda.max_memory_allocated() - before
+    os.environ["KINETO_LOG_LEVEL"] = "6"                   # or the profiler prints what it does
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -80,15 +86,6 @@ def attention(B, heads, N, D, args):
     return SDPBackend(torch._fused_sdp_choice(q, q, q)).name
 
 
-def add_own(parser):
-    """Add the flags that each method can also set for itself."""
-    option = parser.add_argument
-    option("--batch_size", type=count, help="(64; with a GPU 16)")
-    option("--amp", choices=("auto", "bf16", "fp16", "fp32"), help="(auto)")
-    option("--compile", action=argparse.BooleanOptionalAction)
-    option("--grad_checkpointing", action=argparse.BooleanOptionalAction)
-
-
 class Case:
     """A model, its optimizer and a batch. `step()` takes a training step."""
 
@@ -96,7 +93,8 @@ class Case:
         name, *options = spec.split(":")
         cls, words = METHODS[name], [w for option in options for w in f"--{option}".split("=")]
         parser = argparse.ArgumentParser(spec, usage=argparse.SUPPRESS, allow_abbrev=False)
-        add_own(parser)
+        for flag, options in OWN.items():
+            parser.add_argument(f"--{flag}", **options)
         add_method_arguments(parser, cls)
         given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
         sizes = SIZES[args.size]
@@ -158,10 +156,8 @@ class Case:
 
 def measure(cases, steps, warmup):
     """Return a row for each case, as a dict. Its time and memory are relative to the first case."""
-    if any(case.run.compile for case in cases):
-        config = torch._dynamo.config                      # by default, at most 8 graphs compile
-        new = hasattr(config, "recompile_limit")
-        setattr(config, "recompile_limit" if new else "cache_size_limit", 8 + 8 * len(cases))
+    if any(case.run.compile for case in cases):            # by default, at most 8 graphs compile
+        torch._dynamo.config.cache_size_limit = 8 + 8 * len(cases)
     for case in cases:
         for _ in range(warmup):
             case.step()
@@ -203,7 +199,8 @@ def main(argv=None):
     option("--size", choices=SIZES, help="(micro; with a GPU base)")
     option("--img_size", nargs="+", type=size_in_pixels, help="a side or H,W (32; with a GPU 224)")
     option("--patch_size", type=size_in_pixels, help="a side or H,W (below 128 pixels 4, else 16)")
-    add_own(parser)
+    for flag, options in OWN.items():
+        option(f"--{flag}", **options)
     parser.set_defaults(amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")

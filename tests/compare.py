@@ -219,8 +219,7 @@ class Numbers:
     """All numbers of one table: found[encoder, column] is {seed: [number of each run]}."""
 
     def __init__(self, table, lines):
-        self.table, self.title = table, re.search(r"ViT-\w+, \d+ epochs", table)[0]
-        self.size = re.search(r"ViT-(\w+)", table)[1]
+        self.table, self.size = table, re.search(r"ViT-(\w+)", table)[1]
         self.found = defaultdict(lambda: defaultdict(list))
         for line in lines:
             for name, number in line["numbers"].items():

@@ -111,11 +111,10 @@ def difference(expected, yours, names):
             where = wrong.nonzero()[0].tolist()
             a, b = a[tuple(where)].item(), b[tuple(where)].item()
             a, b = (a, b) if isinstance(a, bool) else (f"{a:.5g}", f"{b:.5g}")
-            place = [label] if label else []
-            if axes != [""]:
-                place += [f"{axis} {i}" for axis, i in zip(axes[-len(where):], where)]
+            place = [f"{axis} {i}" for axis, i in zip(axes[-len(where):], where) if axis]
+            place = ", ".join(filter(None, [label, *place]))
             count = f" ({wrong.sum()} of {wrong.numel()} numbers differ)" if where else ""
-            return f"{', '.join(place) or 'result'}: expected {a}, yours {b}{count}"
+            return f"{place or 'result'}: expected {a}, yours {b}{count}"
     return ""
 
 

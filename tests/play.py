@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from tests.analyses import psnr
 from tests.tour import GREY, NORM_PIX_LOSS, TRAINED, heat, open_image, png_url
 from train import METHODS, Parser, draw_shapes, load_model, name_of, shell
 from vit import InputError, denormalize, mask_noise, normalize, require, visible_count
@@ -99,14 +100,13 @@ def predict(model, images, mask, probe=0, view="completed", **options):
     urls, psnrs = [png_url(torch.where(masked > 0, 0.5, seen)[0])], []
     for large, other, truth in zip(preds, others, truths):
         pred, other = (F.interpolate(x, truth.shape[2:], mode="area") for x in (large, other))
-        errors = [((x - truth).square() * masked).mean() / masked.mean() for x in (pred, mean)]
-        psnr, flat = (-10 * x.clamp(min=1e-10).log10().item() for x in errors)
+        own, flat = (psnr(x, truth, masked).item() for x in (pred, mean))
         copied, covered = (F.interpolate(x, large.shape[2:]) for x in (seen, masked))
         shown = dict(completed=torch.where(covered > 0, large, copied), decoded=large,
                      error=coloured(pred - truth, 0.5, [masked, masked]),
                      change=coloured((1 - 2 * mask[probe]) * (pred - other), 0.2, masks))[view]
         urls.append(png_url(shown[0]))
-        psnrs.append(psnr)
+        psnrs.append(own)
     return dict(urls=urls, psnrs=psnrs, flat=flat, ms=ms)
 
 

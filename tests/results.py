@@ -275,10 +275,10 @@ def write_tables(folder):
     pictures, text = folder.parent / ".github", (folder / "docs/RESULTS.md").read_text("utf-8")
     every = [numbers for numbers in read_numbers(folder / "logs" / OUT.name)
              if f"<!-- {numbers.table} -->" in text]
-    fill(folder / "docs/RESULTS.md", {numbers.table: tables(numbers) for numbers in every})
-    fill(folder.parent / "README.md", {"results": compared(every)})
     micro = next(numbers for numbers in every if numbers.size == "micro")
-    fill(folder / "docs/RESULTS.md", {"pays": pays_table(micro)})
+    fill(folder / "docs/RESULTS.md", {"pays": pays_table(micro), **{
+        numbers.table: tables(numbers) for numbers in every}})
+    fill(folder.parent / "README.md", {"results": compared(every)})
     draw(pictures / "results.svg", [
         dict(title=f"20-NN accuracy, %: ViT-{numbers.size}", x="PSNR of masked pixels, dB",
              series=[*dots_of(numbers)]) for numbers in every], alike="scale")
@@ -298,13 +298,12 @@ def main(argv=None):
                                      description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     names, option = [*{**ENCODERS, **FEATURES}, "scratch"], parser.add_argument
-    for name, default in dict(data="cifar10", size="micro", epochs=10).items():
+    for name, default in dict(data="cifar10", size="micro", epochs=10, out=OUT).items():
         option(f"--{name}", default=default, type=type(default), help=f"({default})")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
     option("--only", nargs="+", choices=[*names, *PAYS], default=names, metavar="NAME",
            help=f"{', '.join(names)}; also {', '.join(PAYS)} (where pretraining pays)")
     option("--jobs", type=int, default=1, metavar="N", help="commands at a time (1)")
-    option("--out", type=Path, default=OUT, help=f"({OUT})")
     option("--tables", action="store_true")
     args, args.pretraining = parser.parse_known_args(argv)
     if args.size != "micro" and set(args.only) & set(PAYS):

@@ -45,11 +45,6 @@ NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
-def skipped(model):
-    """Return the number of masked patches that CrossMAE does not predict; 0 in other methods."""
-    return getattr(model, "skipped", 0)
-
-
 def letters(model):
     """Return {letter: size} for a model, with the letters in the docstrings of the files."""
     encoder = model.encoder
@@ -62,7 +57,7 @@ def letters(model):
     if hasattr(model, "decoder_pos_embed"):
         sizes.update(E=model.decoder_pos_embed.shape[2])
     if hasattr(model, "map_weights"):                      # CrossMAE
-        sizes.update(P=sizes["M"] - skipped(model))
+        sizes.update(P=sizes["M"] - model.skipped)
     if hasattr(model, "map_ids"):
         sizes.update(n=len(model.map_ids))
     if hasattr(model, "weight_tokens"):                    # HyperMAE
@@ -472,8 +467,8 @@ def strip_of(model, inputs, calls):
     shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
     for name, x in decoded.items():
         shown[f"{name}predicted; visible patches copied"] = copy_visible(encoder, x, seen, mask)
-    if skipped(model):
-        ids = ids_mask[:, skipped(model):]
+    if getattr(model, "skipped", 0):                       # CrossMAE leaves some out
+        ids = ids_mask[:, model.skipped:]
         mask = torch.zeros_like(mask).scatter(1, ids, 1)
         shown[f"in the loss: {ids.shape[1]} of {ids_mask.shape[1]} masked patches"] = image.where(
             encoder.pixels_of(mask) > 0, torch.nan)
@@ -582,8 +577,8 @@ def main(argv=None):
     parser = Parser("tour", usage=argparse.SUPPRESS, description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("method", choices=[*METHODS, "train"], metavar="METHOD",
-           help=f"{', '.join(METHODS)}, or train (which takes only --out)")
+    option("method", choices=[*METHODS, "train"], help="train takes only --out",
+           metavar=f"METHOD ({', '.join(METHODS)} or train)")
     option("--checkpoint", metavar="FILE",
            help="from train.py, or a released one with a decoder (tests/models/METHOD.pt)")
     option("--norm_pix_loss", **NORM_PIX_LOSS)
