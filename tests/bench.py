@@ -93,8 +93,8 @@ class Case:
         name, *options = spec.split(":")
         cls, words = METHODS[name], [w for option in options for w in f"--{option}".split("=")]
         parser = argparse.ArgumentParser(spec, usage=argparse.SUPPRESS, allow_abbrev=False)
-        for flag, options in OWN.items():
-            parser.add_argument(f"--{flag}", **options)
+        for flag, more in OWN.items():
+            parser.add_argument(f"--{flag}", **more)
         add_method_arguments(parser, cls)
         given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
         sizes = SIZES[args.size]
@@ -199,8 +199,8 @@ def main(argv=None):
     option("--size", choices=SIZES, help="(micro; with a GPU base)")
     option("--img_size", nargs="+", type=size_in_pixels, help="a side or H,W (32; with a GPU 224)")
     option("--patch_size", type=size_in_pixels, help="a side or H,W (below 128 pixels 4, else 16)")
-    for flag, options in OWN.items():
-        option(f"--{flag}", **options)
+    for flag, more in OWN.items():
+        option(f"--{flag}", **more)
     parser.set_defaults(amp="auto", compile=False, grad_checkpointing=False)
     option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")

@@ -438,7 +438,6 @@ def by_parameter(function, model, *args):
     shifted="the exponents are off by one. The head's lr_factor should be 1.",
     reversed="the head has the lowest learning rate. The embedding should have it.",
     embedding="the embedding has the learning rate of block 0. It is a layer of its own.",
-    digit="block numbers from 10 on have two digits. Both count.",
     everything="all parameters decay. Only those with two axes or more should.",
     tokens="learned tokens or positions decay. They should not.")
 def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
@@ -451,8 +450,6 @@ def layer_decay_groups(model, weight_decay, layer_decay, slip=""):
     for i, layer in enumerate(layers):
         steps = i if slip == "reversed" else len(layers) - 1 - i + (slip == "shifted")
         steps -= slip == "embedding" and i == 0
-        if slip == "digit" and 10 < i < len(layers) - 1:   # block 10 is read as block 1
-            steps = len(layers) - 2 - (i - 1) // 10
         for p in layer:
             learned = slip != "tokens" and any(p is token for token in tokens)
             decays = p.ndim > 1 and not learned or slip == "everything"
