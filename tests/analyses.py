@@ -70,9 +70,9 @@ def measure_pixels(model, images, noise):
         return {}
     is_mae = isinstance(model, MAE)
     encoder, L, found = model.encoder, model.encoder.num_patches, defaultdict(list)
-    K, w = visible_count(L, model.mask_ratio), encoder.grid[1]
-    place = torch.arange(L, device=images.device)
-    place = torch.stack([place // w, place % w], dim=1)                # (L, 2) row and column
+    K = visible_count(L, model.mask_ratio)
+    rows, columns = (torch.arange(n, device=images.device) for n in encoder.grid)
+    place = torch.cartesian_prod(rows, columns)                        # (L, 2)
     for x, order in zip(images.split(100), noise.split(100)):
         # half a patch more, so that rounding does not change the number of visible patches
         drawn = [model.reconstruct(x, order, 1 - (n + 0.5) / L) for n in (K, K + 1, 1)]

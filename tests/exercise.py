@@ -177,22 +177,23 @@ def in_words(name, args):
 def compare(name, function, args):
     """Raise Different unless the function does what the reference does with these arguments."""
     item = EXERCISES[name]
-    keys = inspect.signature(item.reference).parameters
     model = args[0] if isinstance(args[0], torch.nn.Module) else torch.nn.Module()
-    args = [arg.requires_grad_() if key in TRAINED else arg for key, arg in zip(keys, args)]
-    clones = [arg.clone() if torch.is_tensor(arg) else arg for arg in args]
+    inputs = dict(zip(inspect.signature(item.reference).parameters, args))
+    for key in TRAINED & inputs.keys():
+        inputs[key].requires_grad_()
+    clones = {key: arg.clone() if torch.is_tensor(arg) else arg for key, arg in inputs.items()}
     expected = item.call(item.reference, *args)            # yours may change the model
-    yours = item.call(function, *clones)
+    yours = item.call(function, *clones.values())
     if torch.is_tensor(yours) and yours.ndim and shapes([*yours]) == shapes(expected):
         yours = [*yours]                                   # a stacked tensor is as good as a list
-    for key, arg, clone in zip(keys, args, clones):
-        if torch.is_tensor(arg) and not torch.equal(arg, clone):
+    for key, arg in inputs.items():
+        if torch.is_tensor(arg) and not torch.equal(arg, clones[key]):
             raise Different(f"it modifies its argument {key} in place: work on a copy")
     text = difference(expected, yours, item.returns)
     if text:
         raise Different(text + hint(name, args, yours))
-    text = difference(*(training_effects(result, item.returns, model, dict(zip(keys, inputs)))
-                        for result, inputs in ((expected, args), (yours, clones))), "")
+    text = difference(training_effects(expected, item.returns, model, inputs),
+                      training_effects(yours, item.returns, model, clones), "")
     if text:
         raise Different(f"{text}\n  Hint: the values are right but the gradients are not. Is "
                         f"something wrongly detached, or not detached, or rebuilt from numbers?")
@@ -228,7 +229,7 @@ def check(name):
 
 
 def check_alone(name, result, out):
-    """Write check(name) to the file `result`, and what the function prints to the file `out`, from a
+    """Write check(name) to the file `result` and what the function prints to the file `out`, in a
     process of its own."""
     for fd in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_APPEND), fd)
