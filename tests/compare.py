@@ -314,8 +314,9 @@ def main(argv=None):
     option("--epochs", type=count, default=10, help="of pretraining (10)")
     option("--seeds", nargs="+", type=in_range(int, 0), default=[0, 1, 2], metavar="N",
            help="(0 1 2)")
-    option("--columns", nargs="+", choices=COLUMNS, metavar="NAME", help=", ".join(COLUMNS) +
-           " (pixels 20-NN linear 10%%)", default=["pixels", "20-NN", "linear", "10%"])
+    option("--columns", nargs="+", choices=COLUMNS, metavar="NAME",
+           default=["pixels", "20-NN", "linear", "10%"],
+           help=f"{', '.join(COLUMNS)} (pixels 20-NN linear 10%)".replace("%", "%%"))
     option("--jobs", type=count, default=1, help="commands at a time, on GPUs or cores (1)")
     option("--out", type=Path, default=Path("runs/compare.jsonl"), help="(runs/compare.jsonl)")
     args, args.pretraining = parser.parse_known_args(argv)
