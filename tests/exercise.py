@@ -369,8 +369,10 @@ def handout(folder, names):
     for file in {*folder.glob("tests/unit/test_*.py")} - {folder / "tests/unit/test_golden.py"}:
         file.unlink()                                      # some also have solutions
     readme = folder / "README.md"
-    text = re.sub(r"(?s)<picture>.*?</picture>|<img[^>]*(hero|tour)[^>]*>", "",    # solutions
-                  readme.read_text("utf-8").replace("these five lines", "a few lines"))
+    text = readme.read_text("utf-8").replace("With these lines", "With a few lines")
+    for picture in re.findall(r"(?s)<p>.*?</p>\n\n(?:\*\w.*?\n\n)?", text):  # with its caption
+        if "hero" in picture or "tour" in picture:         # they show solutions
+            text = text.replace(picture, "")
     for picture in ("hero.svg", "tour.png", "tour_dark.png"):
         (folder / ".github" / picture).unlink(missing_ok=True)
     teach = "\n## Teach\nSee [TASKS.md](TASKS.md).\n"    # there is no git in this copy
