@@ -12,7 +12,6 @@ from tests.unit.golden import distances, load
     ("minr_transinr", (2e-6, 3e-5, 5e-6)), ("imae", (2e-6, 1e-5, 1e-5)),
     ("finetune_avg", (2e-6, 3e-6, 1e-5))])
 def test_golden(fixture, tolerances):
-    """Loss, predictions and gradients equal the released codes'. (golden.prepare sets the fixture's
-    epsilon; for ours see test_initial_weights.)"""
+    """Loss, predictions and gradients equal the released codes'."""
     measured = distances(load(ROOT / f"tests/unit/golden/{fixture}.pt"))
     assert all(d <= most for d, most in zip(measured, tolerances)), measured

@@ -36,22 +36,19 @@ def test_normalize_and_back():
 
 
 def test_resized_positions():
-    """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours, clamped at the border."""
-    table = 1 + sincos_pos_embed(16, (4, 4))               # so that the class token's is not 0
-    assert torch.allclose(resize_pos_embed(table, (4, 4), (4, 4)), table, atol=1e-6)
-    resized = resize_pos_embed(table, (4, 4), (6, 3))
-    assert resized.shape == (1, 19, 16) and torch.equal(resized[:, 0], table[:, 0])
-    row = resized[0, 1:].view(6, 3, 16)
-    assert torch.allclose(row[:, 0, :8], row[:1, 0, :8].expand(6, -1), atol=1e-5)  # same column
-    spike = torch.tensor([0, 0, 1.0, 0, 0, 0]).view(1, 6, 1)           # [CLS] and a row of five
-    halves = resize_pos_embed(spike, (1, 5), (1, 10))[0, 1:, 0]        # at distances 0.25, 0.75 ...
+    """Resizing is bicubic: a cubic (a = -0.75) weighs four neighbours in each direction."""
+    table = torch.zeros(1, 1 + 20, 1)                      # a grid of 5 x 4
+    table[0, 0], table[0, 1 + 4 * 1 + 2] = 7, 1            # class token; row 1, column 2
 
     def cubic(x, a=-0.75):
         x = abs(x)
         return ((a + 2) * x ** 3 - (a + 3) * x ** 2 + 1 if x < 1 else
                 a * (x ** 3 - 5 * x ** 2 + 8 * x - 4) if x < 2 else 0)
-    wanted = [cubic((i + 0.5) / 2 - 0.5 - 1) for i in range(10)]
-    assert halves.tolist() == pytest.approx(wanted, abs=1e-6)
+    rows = torch.tensor([cubic((i + 0.5) / 2 - 0.5 - 1) for i in range(10)])
+    columns = torch.tensor([cubic((i + 0.5) / 3 - 0.5 - 2) for i in range(12)])
+    cls, *resized = resize_pos_embed(table, (5, 4), (10, 12))[0, :, 0]
+    assert cls == 7
+    assert torch.allclose(torch.stack(resized), torch.outer(rows, columns).flatten(), atol=1e-6)
 
 
 def test_visible_patches():
@@ -82,30 +79,17 @@ def test_patterns_of_noise():
     assert torch.equal(noise, again) and len(noise.unique(dim=0)) == 3     # one for each image
 
 
-def test_area_of_block_masks():
-    """The rectangle masked first covers 10 to 40% of the image, with any aspect from 0.3 to its
-    inverse, unless the border clips it. Its row and its column are drawn separately."""
-    noise = mask_noise("block", 400, (32, 48), generator=torch.Generator().manual_seed(0))
-    first = noise.view(400, 32, 48).floor()
-    first = first == first.amax((1, 2), keepdim=True)
-    rows, cols = first.any(2), first.any(1)                # (B, h), (B, w)
-    whole = ~(rows[:, 0] | rows[:, -1] | cols[:, 0] | cols[:, -1])
-    area = first.float().mean((1, 2))[whole]
-    aspect = (rows.float().mean(1) / cols.float().mean(1))[whole].log()
-    assert 0.08 < area.min() < 0.13 and 0.3 < area.max() < 0.43 and len(area) > 50
-    assert -1.3 < aspect.min() < -0.9 and 0.9 < aspect.max() < 1.3     # log 0.3 is -1.2
-    y, x = ((side.float() * torch.arange(side.shape[1])).sum(1) / side.sum(1)
-            for side in (rows[whole], cols[whole]))        # the centre, anywhere
-    assert torch.stack([y, x]).corrcoef()[0, 1].abs() < 0.3
-
-
-def test_a_block_is_where_it_was_drawn(monkeypatch):
-    """If all draws are 0.5, the rectangles are a quarter of the image, exactly in its middle."""
-    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, 0.5))
-    noise = mask_noise("block", 1, (8, 12)).view(8, 12)
-    inside = torch.zeros(8, 12, dtype=torch.bool)
-    inside[2:6, 3:9] = True
-    assert torch.equal(noise > 1, inside)
+@pytest.mark.parametrize("area, aspect, y, x, rows, columns", [  # draws; on a grid of 20 x 20
+    (0.5, 0.5, 0.5, 0.5, (5, 15), (5, 15)),                # a quarter of the image, in its middle
+    (0.0, 1.0, 0.5, 0.5, (8, 12), (4, 16)),                # area 0.1, height / width 0.3
+    (1.0, 0.0, 0.5, 0.25, (0, 20), (2, 8))])               # area 0.4, width / height 0.3, clipped
+def test_a_block_is_where_it_was_drawn(area, aspect, y, x, rows, columns, monkeypatch):
+    draws = torch.tensor([area, aspect, y, x]).view(4, 1, 1, 1)
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: (
+        draws.expand(size) if len(size) == 4 else torch.zeros(size)))
+    inside = torch.zeros(20, 20, dtype=torch.bool)
+    inside[slice(*rows), slice(*columns)] = True
+    assert torch.equal(mask_noise("block", 1, (20, 20)).view(20, 20) > 0, inside)
 
 
 def vit(**options):
