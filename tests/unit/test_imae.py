@@ -14,8 +14,8 @@ from mae import MAE
 from tests.lib.released import to_released
 from tests.unit.conftest import DECODER as DECODER_WORDS
 from tests.unit.conftest import TINY, same, stopping_after_two, together
+from tests.unit.golden import in_loss_space
 from tests.unit.test_methods import DECODER, SMALL, build, images_and_noise
-from vit import normalize_patches, patchify
 
 
 def pair_and_noise(B=3):
@@ -42,10 +42,7 @@ def test_unmix_decodes_what_the_loss_compares(options):
         images = torch.where(less, x, y), torch.where(less, y, x)
         assert len(decoded) == options.get("branches", 2)
         for name, image, image_decoded in zip(("subordinate", "dominant"), images, decoded):
-            pred, target = patchify(image_decoded, 4), patchify(image, 4)
-            if model.norm_pix_loss:                        # in the space of the loss
-                target, mean, std = normalize_patches(target)
-                pred = (pred - mean) / std
+            target, pred = in_loss_space(model, image, image_decoded)
             wanted = (pred - target)[mask.bool()].square().mean()
             assert torch.allclose(parts[name], wanted, atol=1e-5)
 
