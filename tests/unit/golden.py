@@ -120,7 +120,7 @@ def replay_other(fixture):
 
 
 def replay(fixture):
-    """Return this project's {"loss": 0-dim, "pred": tensor or list, "grads": {our name: tensor}}."""
+    """Return this project's {"loss": 0-dim, "pred": tensor or list, "grads": {name: tensor}}."""
     run = {"minr": replay_minr, "imae": replay_imae, "finetune": replay_classifier}
     model, loss, pred = run.get(fixture["method"], replay_other)(fixture)
     loss.backward()

@@ -2,6 +2,7 @@
 what their captions say."""
 
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import train
 from tests import analyses
 from tests.analyses import (contributions, decoder_attention, draw_as_masked, draw_contributions,
                             draw_map_weights, draw_rendered, draw_unmixed, latents, main,
-                            measure_pixels, ridge_r2, same_noise, separability, unmixed_psnr)
+                            measure_pixels, psnr, ridge_r2, same_noise, separability,
+                            unmixed_psnr)
 from tests.lib.masks import copy_visible, fixed_noise
 from tests.unit.conftest import FIVE, HERE
 from tests.unit.test_methods import BASE, TEACHER, build, flags, images_and_noise
@@ -26,22 +28,20 @@ def test_pixels(name):
     batches."""
     model, (images, noise) = build(name), images_and_noise(102)
     (row,), = measure_pixels(model, images, noise).values()
-    found, truth, order = {}, denormalize(images, model), noise.argsort(1).argsort(1)
-    drawn = {n: denormalize(model.reconstruct(images, order >= n, 0.99 - n / 24)[0], model)
+    found, truth, ranks = defaultdict(list), denormalize(images, model), noise.argsort(1).argsort(1)
+    drawn = {n: denormalize(model.reconstruct(images, ranks >= n, 0.99 - n / 24)[0], model)
              for n in (6, 7, 1)}                           # n patches are visible
+    errors = patchify((drawn[6] - truth).square(), 4).mean(2)          # (B, L)
+    changes = 255 * patchify((drawn[7] - drawn[6]).abs(), 4).mean(2)   # (B, L)
     for i in range(102):
-        new, errors = order[i].tolist().index(6), {"masked": [], "visible": []}
+        found["masked"].append(-10 * errors[i][ranks[i] >= 6].mean().log10())
+        found["visible"].append(-10 * errors[i][ranks[i] < 6].mean().log10())
+        new = ranks[i].tolist().index(6)
         for j in range(24):
-            patch = i, slice(None), *(slice(4 * k, 4 * k + 4) for k in divmod(j, 6))
-            where = "masked" if order[i, j] >= 6 else "visible"
-            errors[where].append((drawn[6][patch] - truth[patch]).square().mean())
             away = max(abs(j // 6 - new // 6), abs(j % 6 - new % 6))
-            if order[i, j] >= 7:
+            if ranks[i, j] >= 7:
                 key = ("", "next", "2 away", "3 away", "farther", "farther")[away]
-                change = 255 * (drawn[7][patch] - drawn[6][patch]).abs().mean()
-                found.setdefault(key, []).append(change)
-        for where, x in errors.items():
-            found.setdefault(where, []).append(-10 * torch.stack(x).mean().log10())
+                found[key].append(changes[i, j])
     wanted = {key: torch.stack(x).mean().item() for key, x in found.items()}
     wanted |= dict(single=drawn[1].mean().item(), true=truth.mean().item())
     assert {**row, **wanted} == pytest.approx(row, abs=1e-3)
@@ -66,20 +66,19 @@ def test_visible_patches_drawn_as_masked():
 def test_contributions_add_up(options):
     """The contributions of mask token and positions and of each block sum to the prediction, and
     their images sum to the reconstruction (Appendix D)."""
-    model, (images, noise) = build("crossmae", **options), images_and_noise()
+    model, images = build("crossmae", **options), images_and_noise()[0]
     nn.init.normal_(model.decoder_norm.bias)
     nn.init.normal_(model.decoder_norm.weight)
-    parts, ids_keep, ids_mask = contributions(model, images, noise)
+    noise = fixed_noise(model.encoder, images)
+    parts, ids_keep, ids = contributions(model, images, noise)
     assert len(parts) == 1 + len(model.decoder_blocks)
-    whole = model.decode(model.encode(images, ids_keep), ids_mask)
+    whole = model.decode(model.encode(images, ids_keep), ids)
     assert torch.allclose(parts.sum(0), whole, atol=1e-5)
     assert all(part.abs().mean() > 1e-4 for part in parts)
     first, *cells, last = draw_contributions(model, images)["contributions"][1].values()
-    noise = fixed_noise(model.encoder, images)
     decoded, mask = model.reconstruct(images, noise)
     visible = (model.encoder.pixels_of(mask) == 0).expand_as(images)
     assert torch.equal(first, images * visible)            # grey is 0
-    parts, _, ids = contributions(model, images, noise)
     _, mean, std = normalize_patches(gather_patches(patchify(images, 4), ids))
     if not model.norm_pix_loss:
         mean, std = 0, 1
@@ -88,8 +87,7 @@ def test_contributions_add_up(options):
         wanted = parts[j] * std + (j == 0) * mean
         assert torch.allclose(gather_patches(patchify(cell, 4), ids), wanted, atol=1e-5)
         assert not cell[visible].any()                     # only masked patches are shown
-    wanted = copy_visible(model.encoder, decoded, images, mask)
-    assert torch.allclose(last, wanted, atol=1e-4)
+    assert torch.allclose(last, copy_visible(model.encoder, decoded, images, mask), atol=1e-4)
 
 
 def test_figure_of_the_mixing_weights():
@@ -109,7 +107,7 @@ def test_decoder_attention():
     (title, rows), = decoder_attention(mae, images).items()
     assert [row["block"] for row in rows] == [0, 1, 2, "sum"] and title.endswith("; 150 images")
     ids_keep, ids_mask, _ = mae.encoder.mask(images, fixed_noise(mae.encoder, images), 0.8)
-    x, sums = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask), [0, 0]
+    x = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask)
     for block, row in zip(mae.decoder_blocks, rows):
         q, k, _ = block.attn.qkv(block.norm1(x)).chunk(3, dim=2)       # (150, 25, 16) each
         visible = masked = 0                               # 5 and 20 tokens; two heads of width 8
@@ -120,10 +118,11 @@ def test_decoder_attention():
         assert 5 * visible + 20 * masked == pytest.approx(2)
         assert (row["visible"], row["masked"]) == pytest.approx((visible, masked), abs=1e-6)
         assert row["share of visible"] == pytest.approx(5 * visible / 2, abs=1e-6)
-        sums = sums[0] + visible, sums[1] + masked
         x = block(x)
-    assert (rows[3]["visible"], rows[3]["masked"]) == pytest.approx(sums, abs=1e-6)
-    assert rows[3]["share of visible"] == pytest.approx(5 * sums[0] / 6, abs=1e-6)
+    *blocks, whole = rows
+    for key in ("visible", "masked"):
+        assert whole[key] == pytest.approx(sum(row[key] for row in blocks), abs=1e-6)
+    assert whole["share of visible"] == pytest.approx(5 * whole["visible"] / 6, abs=1e-6)
 
 
 def test_rendered():
@@ -172,14 +171,12 @@ def test_separability_finds_what_exists():
     images = torch.randn(300, 3, 16, 24, generator=torch.Generator().manual_seed(4))
     model, val = build("imae", teacher=TEACHER), images[200:]
     decoded, mask = model.unmix(val, val.roll(1, 0), 0.2, same_noise(model, val))
-    masked = model.encoder.pixels_of(mask).expand_as(val).bool()
     row = [*separability(model, images[:200], val).values()][0][3]
     assert row["alpha"] == 0.2
     for name, x, y in (("psnr", decoded[0], val), ("dominant", decoded[0], val.roll(1, 0)),
                        ("unrelated", decoded[0], val.roll(50, 0)), ("by other", decoded[1], val)):
-        error = (denormalize(x, model) - denormalize(y, model)).square()
-        wanted = torch.stack([-10 * e[m].mean().log10() for e, m in zip(error, masked)]).mean()
-        assert abs(row[name] - wanted) < 1e-3
+        wanted = psnr(denormalize(x, model), denormalize(y, model), model.encoder.pixels_of(mask))
+        assert row[name] == pytest.approx(wanted.mean().item())
     fit, score = (latents(model, z, 0.2, ("subordinate", "dominant")) for z in (images[:200], val))
     for source in ("mixed", "control"):                    # computed from the mixture alone
         assert row[f"{source} subordinate"] < row[f"{source} dominant"] < 0.95
@@ -206,20 +203,14 @@ def test_unmixed():
     rows in which the subordinate prediction is nearer to its image."""
     model, (images, _) = build("imae"), images_and_noise()
     caption, columns = draw_unmixed(model, images[:2])["unmix"]
-    mixture, masked, *predicted, x_1, x_2 = columns.values()
-    noise, nearer = same_noise(model, images[:1]), 0
-    for i, alpha in enumerate((0.1, 0.2, 0.3, 0.4)):
-        assert torch.allclose(mixture[i], alpha * images[0] + (1 - alpha) * images[1], atol=1e-6)
-        assert torch.equal(x_1[i], images[0]) and torch.equal(x_2[i], images[1])
-        decoded, _ = model.unmix(images[:1], images[1:2], alpha, noise)
-        for column, prediction in zip(predicted, decoded):
-            assert torch.allclose(column[i], prediction[0], atol=1e-6)
-        is_masked = masked[i] == 0
-        assert is_masked.float().mean() == 0.75
-        assert torch.equal(masked[i][~is_masked], mixture[i][~is_masked])
-        errors = [(decoded[0] - x).square().mean() for x in (images[0], images[1])]
-        nearer += errors[0] < errors[1]
-    assert f"in {nearer} of 4 rows" in caption
+    alphas, (x_1, x_2) = torch.arange(0.1, 0.5, 0.1), images[:2, None].expand(2, 4, 3, 16, 24)
+    mix, _ = model.mix_images(x_1, x_2, alphas)
+    decoded, mask = model.unmix(x_1, x_2, alphas, same_noise(model, x_1))
+    wanted = mix, mix * (1 - model.encoder.pixels_of(mask)), *decoded, x_1, x_2
+    for column, images_wanted in zip(columns.values(), wanted, strict=True):
+        assert torch.allclose(column, images_wanted, atol=1e-5)
+    own, other = ((decoded[0] - x).square().sum((1, 2, 3)) for x in (x_1, x_2))
+    assert f"in {(own < other).sum()} of 4 rows" in caption
     assert draw_unmixed(model, images[:1]) == {}
 
 

@@ -207,7 +207,7 @@ def test_a_body_is_removed_and_comes_back(repository, tmp_path, refused, capsys)
     refused(main, ["mae.forward"], "mae.forward is not an exercise")
     refused(main, ["--wrong"], "unrecognized arguments: --wrong")
     shutil.rmtree(tmp_path / ".git")
-    refused(main, ["vit.patchify"], "needs a git repository", "git says: fatal: not a git repository")
+    refused(main, ["vit.patchify"], "needs a git repository", "git says: fatal: not a git reposit")
     assert path.read_bytes() == before
 
 

@@ -7,7 +7,6 @@ import torch
 import hypermae
 from hypermae import HyperMAE
 from tests.unit.test_methods import build, images_and_noise
-from train import method_arguments
 
 
 @pytest.mark.parametrize("loss_on", ["masked", "all"])
@@ -42,9 +41,3 @@ def test_shared_blocks():
             x = block(x)
         M = model.T @ model.proj(x[:, -3:])
         assert torch.allclose(model.encode(images, ids_keep), M, atol=1e-6)
-
-
-def test_defaults_of_the_release():
-    """Defaults that the paper does not give are the release's. Targets are normalised (item 6)."""
-    wanted = dict(norm_pix_loss=True, pe_dim=128, pe_sigma=1024.0, out_bias=0.5, shared_blocks=0)
-    assert wanted.items() <= method_arguments(HyperMAE).items()

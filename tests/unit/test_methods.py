@@ -19,8 +19,8 @@ import train
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
 from train import METHODS, method_arguments
-from vit import (InputError, count_extra_tokens, mask_noise, normalize, normalize_patches, patchify,
-                 unpatchify)
+from vit import (InputError, ViT, count_extra_tokens, mask_noise, normalize, normalize_patches,
+                 patchify, unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -554,12 +554,11 @@ def test_your_method_in_two_processes(name, pretrain, folder):
     ("minr", {"encoder.extra_tokens": 1.0})])             # the release's
 def test_initial_weights(name, tokens):
     """Learned tokens are drawn with std 0.02, as in MAE. LayerNorms have MAE's epsilon. Positions
-    of encoder and decoder are not trained. Linear layers have zero biases and Xavier-uniform
-    weights, except patch embeddings (test_vit.py), mixing weights (test_crossmae.py) and MINR's
-    to_columns (PyTorch's default)."""
+    of encoder and decoder are not trained. Linear layers have Xavier-uniform weights and zero
+    biases (patch embeddings: PyTorch's default), except mixing weights (test_crossmae.py) and
+    MINR's to_columns (PyTorch's default)."""
     decoder = dict(decoder_dim=512, decoder_depth=1) if "mask_token" in tokens else {}
     model = build(name, dim=512, depth=1, **decoder)
-    others = "to_columns", "wfm", "encoder.patch_embed"
     for token, std in {"encoder.cls_token": 0.02, **tokens}.items():
         values = model.get_parameter(token).detach()
         assert values.std() == pytest.approx(std, rel=0.3 if token == "T" else 0.1), token
@@ -568,10 +567,12 @@ def test_initial_weights(name, tokens):
     for part, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
             assert module.eps == (1e-5 if part.startswith("to_columns") else 1e-6), part
-        elif isinstance(module, nn.Linear) and not part.startswith(others):
+        elif isinstance(module, nn.Linear) and not part.startswith(("to_columns", "wfm")):
             limit = math.sqrt(6 / sum(module.weight.shape))
             assert 0.9 * limit < module.weight.abs().max() <= limit, part
-            assert not module.bias.any(), part
+            limit = module.in_features ** -0.5 if part == "encoder.patch_embed" else 0
+            assert 0.9 * limit <= module.bias.abs().max() <= limit, part
+    assert ViT(dim=96, extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("name, options, checkpointing", [
@@ -614,9 +615,10 @@ MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release
     ("mae", MAE_RECIPE, dict(decoder_dim=512, decoder_depth=8, decoder_heads=16)),
     ("crossmae", MAE_RECIPE, dict(prediction_ratio=0.75, decoder_dim=512, decoder_depth=12,
                                   decoder_heads=16)),
-    ("hypermae", dict(MAE_RECIPE, epochs=400),             # Tables 12 and 3
-     dict(n_weight_tokens=16, feat2w_depth=4, mlp_depth=6, hidden_dim=256, modulated_layer=1,
-          loss_on="masked")),
+    ("hypermae", dict(MAE_RECIPE, epochs=400),             # Tables 12 and 3, and the release
+     dict(n_weight_tokens=16, feat2w_depth=4, shared_blocks=0, mlp_depth=6, hidden_dim=256,
+          modulated_layer=1, pe_dim=128, pe_sigma=1024.0, out_bias=0.5, loss_on="masked",
+          norm_pix_loss=True)),                            # item 6
     ("imae", dict(MAE_RECIPE, blr=1e-3),                   # Table 1, ImageNet; the rest is MAE's
      dict(norm_pix_loss=False, beta=1.0)),
     ("minr", dict(  # the paper gives none: the release, for Imagenette

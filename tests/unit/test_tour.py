@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math                                                # for LETTERS
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -82,19 +83,15 @@ LETTERS = {  # what a letter is inside a function, as code; x is its argument
 NOT_SHAPES = {"Sec. 3.4, A.5", "8, 8"}
 
 
-class Sizes(dict):
-    """The size of each letter at a step of a call: the model's, or the function's own."""
-
-    def __init__(self, call, step, sizes):
-        super().__init__(sizes)
-        self.code = LETTERS.get(step.statement.function, {})
-        self.names = {**step.names, **call.inputs}
-        self.update({name: x for name, x in self.names.items() if isinstance(x, int)})
-
-    def __getitem__(self, letter):
-        if letter in self.code:
-            return eval(self.code[letter], globals(), self.names)
-        return super().__getitem__(letter)
+def sizes_at(step, call, model_sizes):
+    """Return the size of each letter at a step of a call: the model's, or the function's own."""
+    names = {**step.names, **call.inputs}
+    sizes = {**model_sizes, **{name: x for name, x in names.items() if isinstance(x, int)}}
+    for letter, code in LETTERS.get(step.statement.function, {}).items():
+        sizes.pop(letter, None)
+        with suppress(Exception):                          # e.g. x, which a later line makes
+            sizes[letter] = eval(code, globals(), names)
+    return sizes
 
 
 def shapes_in(comment):
@@ -116,10 +113,8 @@ def number(axis, sizes):
     """Return the size of an axis, e.g. "1+K" or "2 dim", or None if a letter is unknown. The
     methods' files write p*p for p*q."""
     code = axis.replace("'", "_new").replace("p*p", "p*q").replace(" depth", "_depth")
-    try:
+    with suppress(NameError, SyntaxError):
         return eval(re.sub(r"(\d) ?(?=[A-Za-z])", r"\1*", code), {"__builtins__": {}}, sizes)
-    except (NameError, KeyError, SyntaxError):
-        return None
 
 
 def fits(made, shapes, sizes):
@@ -182,7 +177,7 @@ def test_shape_comments_are_true():
             calls = trace(work, FILES)
         for call in flatten(calls):
             for step in call.steps:
-                s, known = step.statement, Sizes(call, step, {**letters(model), **sizes})
+                s, known = step.statement, sizes_at(step, call, {**letters(model), **sizes})
                 file, comments = Path(s.path).name, {**s.above, **s.comments}
                 for i, text in comments.items():
                     made = [step.parts[i]] if i in step.parts else sum(step.made, [])

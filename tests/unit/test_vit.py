@@ -108,15 +108,6 @@ def test_drop_path():
         [0, 0.1, 0.2])
 
 
-def test_initial_weights():
-    """The patch embedding has Xavier-uniform weights and PyTorch's default for biases. (For other
-    weights see test_methods.py.)"""
-    embed = vit(dim=256).patch_embed                       # of 2 x 4 pixels with 5 channels
-    for values, limit in ((embed.weight, (6 / (40 + 256)) ** 0.5), (embed.bias, 40 ** -0.5)):
-        assert 0.9 * limit < values.abs().max() <= limit
-    assert vit(extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
-
-
 def test_what_does_not_fit():
     for call, words in (
             (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
