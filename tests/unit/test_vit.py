@@ -149,6 +149,13 @@ def test_released_names_both_ways(state):
         assert same(to_released(model), state)
 
 
+def loads(model, theirs, missing, unused):
+    """Check that all is loaded except `missing`, which stays as it was, and `unused`."""
+    kept = {k: v.clone() for k, v in model.state_dict().items() if k in missing}
+    assert transfer(model, theirs, model.encoder.grid) == (sorted(missing), sorted(unused))
+    assert same(model.state_dict(), {**{k: v for k, v in theirs.items() if k not in unused}, **kept})
+
+
 @pytest.mark.parametrize("lost, added", [
     (("decoder", "mask_token"), {"head.weight": torch.zeros(7, 32)}),  # as in timm's files
     ((), {"decoder_pred.bias": torch.zeros(5)}), ((), {"decoder_other": torch.zeros(2)})])
@@ -156,11 +163,8 @@ def test_another_decoder_is_not_loaded(lost, added, state):
     """Nothing of another decoder is loaded, even if only one shape or name differs."""
     model, kept = mae(), {k: v for k, v in state.items() if not k.startswith(lost or "-")}
     theirs = from_released({**kept, **added})
-    before = {k: v.clone() for k, v in model.state_dict().items() if "encoder." not in k}
-    rest = sorted(k for k in theirs if not k.startswith("encoder."))
-    assert transfer(model, theirs, (4, 4)) == (sorted(before), rest)
-    assert torch.equal(model.encoder.cls_token, state["cls_token"])
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    loads(model, theirs, *([k for k in names if not k.startswith("encoder.")]
+                           for names in (model.state_dict(), theirs)))
 
 
 def test_transfer_of_norm_and_extra_tokens():
@@ -169,9 +173,8 @@ def test_transfer_of_norm_and_extra_tokens():
     one.encoder, other.encoder = (ViT(32, 8, 3, 32, 3, 4, norm=norm, extra_tokens=extra)
                                   for norm, extra in ((False, 2), (True, 0)))
     norm, extra = ["encoder.norm.bias", "encoder.norm.weight"], ["encoder.extra_tokens"]
-    assert transfer(one, other.state_dict(), (4, 4)) == (extra, norm)
-    assert torch.equal(one.encoder.cls_token, other.encoder.cls_token)
-    assert transfer(other, one.state_dict(), (4, 4)) == (norm, extra)
+    loads(one, other.state_dict(), extra, norm)
+    loads(other, one.state_dict(), norm, extra)
 
 
 def test_transfer_of_a_teacher():
@@ -181,15 +184,12 @@ def test_transfer_of_a_teacher():
         teacher = dict(dim=8, depth=depth, heads=2) if depth else None
         return IMAE(8, 4, 3, 16, 1, 2, teacher, decoder_dim=8, decoder_depth=1, decoder_heads=2)
 
-    one, two, none = model(1), model(2), model(0)
-    names = {m: sorted(k for k in m.state_dict() if k.startswith("teacher.")) for m in (one, two)}
-    for target, source, missing, unused in (
-            (model(1), one, [], []), (model(0), one, [], names[one]),
-            (model(1), none, names[one], []), (model(1), two, names[one], names[two])):
-        kept = {k: v.clone() for k, v in target.state_dict().items() if k in missing}
-        assert transfer(target, source.state_dict(), (2, 2)) == (missing, unused)
-        loaded = {k: v for k, v in source.state_dict().items() if k not in unused}
-        assert same(target.state_dict(), {**loaded, **kept})
+    none, one, two = (model(depth).state_dict() for depth in range(3))
+    names, others = ([k for k in x if k.startswith("teacher.")] for x in (one, two))
+    loads(model(1), one, [], [])
+    loads(model(0), one, [], names)
+    loads(model(1), none, names, [])
+    loads(model(2), one, others, names)
 
 
 def test_transfer_says_what_does_not_fit(state):
