@@ -12,14 +12,7 @@ from tests.lib.released import to_released
 from tests.unit.conftest import ROOT, same
 from tests.unit.golden import load
 from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,
-                 normalize, pair, patchify, resize_pos_embed, sincos_pos_embed, sizes_of,
-                 transfer, unpatchify, visible_count)
-
-
-@pytest.mark.parametrize("patch_size, grid", [(4, (2, 3)), ((2, 4), (4, 3))])
-def test_patchify_and_back(patch_size, grid):
-    images = torch.randn(2, 5, 8, 12)
-    assert torch.equal(unpatchify(patchify(images, patch_size), patch_size, grid), images)
+                 normalize, pair, resize_pos_embed, sizes_of, transfer, visible_count)
 
 
 def test_normalize_and_back():
