@@ -1,5 +1,5 @@
-"""What is special to HyperMAE: blocks that encoder and Feat2W share. (tests/lib/references.py checks
-the modulated MLP, test_golden.py its coordinates.)"""
+"""What is special to HyperMAE: coordinates, and blocks that encoder and Feat2W share.
+(tests/lib/references.py checks the modulated MLP.)"""
 
 import torch
 

@@ -146,7 +146,8 @@ def loads(model, theirs, missing, unused):
     """Check that all is loaded except `missing`, which stays as it was, and `unused`."""
     kept = {k: v.clone() for k, v in model.state_dict().items() if k in missing}
     assert transfer(model, theirs, model.encoder.grid) == (sorted(missing), sorted(unused))
-    assert same(model.state_dict(), {**{k: v for k, v in theirs.items() if k not in unused}, **kept})
+    loaded = {k: v for k, v in theirs.items() if k not in unused}
+    assert same(model.state_dict(), {**loaded, **kept})
 
 
 @pytest.mark.parametrize("lost, added", [
