@@ -45,10 +45,10 @@ def our_names(state):
     for name, x in state.items():
         if name.startswith("hyponet.params_dict"):         # MINR: weights, and biases below them
             ours.update({f"weights.{name[-1]}": x[:-1], f"biases.{name[-1]}": x[-1]})
-    for name, x in state.items():
+    for name, x in state.items():                          # GINR's factors replace such weights
         for theirs, own in RENAMED:
             name = re.sub(f"^{theirs}", own, name)
-        if not name.startswith("hyponet"):                 # GINR's factors replace such weights
+        if not name.startswith("hyponet"):
             ours[name] = x[0] if name.startswith("weights.") else x
     return from_released(ours)
 
@@ -106,7 +106,8 @@ def replay_classifier(fixture):
     return model, F.cross_entropy(logits, fixture["labels"]), logits
 
 
-def replay_other(fixture):
+def replay_masked(fixture):
+    """Predict the masked patches of images, as MAE, CrossMAE and HyperMAE do."""
     config, images, noise, more = fixture["config"], fixture["images"], fixture["noise"], {}
     if fixture["method"] == "hypermae":
         more = dict(mlp_depth=config["pre_mod_depth"] + 1 + config["post_mod_depth"])
@@ -122,7 +123,7 @@ def replay_other(fixture):
 def replay(fixture):
     """Return this project's {"loss": 0-dim, "pred": tensor or list, "grads": {name: tensor}}."""
     run = {"minr": replay_minr, "imae": replay_imae, "finetune": replay_classifier}
-    model, loss, pred = run.get(fixture["method"], replay_other)(fixture)
+    model, loss, pred = run.get(fixture["method"], replay_masked)(fixture)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": loss.detach(), "pred": pred, "grads": grads}
