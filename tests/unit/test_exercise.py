@@ -251,11 +251,9 @@ def test_handout(repository, tmp_path):
     assert main(["--handout", str(folder), *SOLUTIONS]) == 0
     assert not (folder / "solutions.py").exists()
     assert [file.name for file in folder.glob("tests/unit/test_*.py")] == ["test_golden.py"]
-    files = {exercise.file_of(name) for name in SOLUTIONS}
-    text, original = ("".join((place / file).read_text(encoding="utf-8") for file in files)
-                      for place in (folder, ROOT))
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
     for solution in ("phase.cos()", "noise.argsort", "the large encoder sees"):
-        assert text.count(solution) < original.count(solution), solution
+        assert solution not in text
     readme = (folder / "README.md").read_text(encoding="utf-8")
     assert not [name for name in ("hero.svg", "tour.png", "git restore") if name in readme]
     assert not [*folder.glob(".github/hero*"), *folder.glob(".github/tour*")]    # show a solution

@@ -239,6 +239,8 @@ def test_training_step(tmp_path):
     lines = enumerate((ROOT / "mae.py").read_text().splitlines(), start=1)
     before, = [rows["mae.py", i].split()[-1] for i, line in lines if " loss = " in line]
     assert 0 < float(after[1]) < float(before)
+    gradients, changes = re.findall(r"norms of \w+: mask_token ([\d.e-]+)", text)
+    assert gradients != changes
 
 
 def test_pictures():
@@ -261,6 +263,8 @@ def test_pictures():
     wanted = tour.heat(torch.zeros(1, 96).scatter(1, order, weights))
     wanted[:, 0, center] = torch.tensor([0, 0.3, 1])
     assert torch.allclose(shown[1], wanted.view(3, 8, 12), atol=1e-4)
+    blue, white, orange = tour.heat(torch.tensor([[-2.0, 0, 2]]), 1)[:, 0].T
+    assert blue.argmax() == 2 and orange.argmax() == 0 and (white == 1).all()
 
 
 FORK = '''"""A fork."""
