@@ -16,7 +16,6 @@ A method is a class like those in METHODS. tests/docs/FORKS.md lists what it mus
 """
 
 import argparse
-import builtins
 import inspect
 import json
 import math
@@ -25,17 +24,15 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import time
 import zipfile
 import zlib
 from collections import namedtuple
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from glob import glob
 from itertools import islice, product, tee
 from pathlib import Path
-from time import perf_counter
 from types import MappingProxyType
 
 import numpy as np
@@ -140,7 +137,7 @@ def fit(task, saved):
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
     content = describe(task)
     history = resume(saved, model, optimizer, scaler, content) if saved else []
-    net, saved_at = wrap(model, run, here), perf_counter()
+    net, saved_at = wrap(model, run, here), time.perf_counter()
     first = history[-1]["epoch"] if history else 0
     if here.rank == 0:
         begin_files(run.folder, history)
@@ -165,9 +162,9 @@ def fit(task, saved):
         due = epoch % run.eval_every == 0 or epoch == run.epochs
         scores, columns = task.evaluate() if due else ({}, None)
         history.append({"epoch": epoch, **meter.row(), **scores})
-        if here.rank == 0 and (due or perf_counter() - saved_at > 60):
+        if here.rank == 0 and (due or time.perf_counter() - saved_at > 60):
             save_run(run.folder, content, model, optimizer, scaler, history, columns)
-            saved_at = perf_counter()
+            saved_at = time.perf_counter()
         shown = [f"{name} {history[-1][name]:.4g}" for name in
                  ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
         print(f"epoch {epoch}:", ", ".join(shown))
@@ -211,7 +208,7 @@ class Meter:
     def __init__(self, task, epoch, steps, scaler):
         self.run, self.here, self.scaler = task.run, task.here, scaler
         self.epoch, self.steps, self.totals, self.lr = epoch, steps, {}, 0.0
-        self.waited, self.began = 0.0, perf_counter()
+        self.waited, self.began = 0.0, time.perf_counter()
 
     def bar(self, batches):
         """Yield the epoch's batches, none in epoch 0, and measure how long each takes to arrive."""
@@ -219,11 +216,11 @@ class Meter:
             return
         self.tqdm = progress(islice(batches, self.steps), f"epoch {self.epoch}/{self.run.epochs}",
                              self.steps, self.here, unit="img", unit_scale=self.run.batch_size)
-        asked = perf_counter()
+        asked = time.perf_counter()
         for batch in self.tqdm:
-            self.waited += perf_counter() - asked
+            self.waited += time.perf_counter() - asked
             yield batch
-            asked = perf_counter()
+            asked = time.perf_counter()
 
     def add(self, metrics, step, lr):
         """Add up a step's metrics. Every 20 steps, log the loss: the only host-device sync."""
@@ -246,7 +243,7 @@ class Meter:
         if self.epoch == 0:
             return {}
         means = mean_over_processes(self.totals, self.steps, self.here)
-        seconds = perf_counter() - self.began
+        seconds = time.perf_counter() - self.began
         return {"lr": self.lr, **means, "wait": round(self.waited / seconds, 3),
                 "img_s": round(self.steps * self.run.batch_size / seconds, 1)}
 
@@ -1176,7 +1173,7 @@ def start_processes(flags):
                          f"torchrun or, to train in one process, unset WORLD_SIZE")
     rank, local_rank = (int(env[x]) if world > 1 else 0 for x in ("RANK", "LOCAL_RANK"))
     if rank > 0:
-        sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
+        sys.stdout = Output(None)                          # only rank 0 prints
     there = {"cuda": torch.cuda.is_available() and local_rank < torch.cuda.device_count(),
              "mps": torch.backends.mps.is_available() and world == 1, "cpu": True}
     kind, amp = flags.device or next(name for name in there if there[name]), flags.amp
@@ -1229,14 +1226,21 @@ def progress(items, title, total, here, **more):
                 disable=here.rank > 0 or not sys.stderr, **more)
 
 
-def print(*words, **more):
-    """Print. A stream that is closed or missing, or that lacks a letter, does not end a run."""
-    try:
-        builtins.print(*words, flush=True, **more)
-    except UnicodeError:
-        builtins.print(*(ascii(word)[1:-1] for word in map(str, words)), flush=True, **more)
-    except (OSError, ValueError):
-        sys.stdout = open(os.devnull, "w")
+class Output:
+    """Standard output that never ends a run: it escapes letters that the stream lacks, and goes on
+    if the stream is closed or missing."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        with suppress(AttributeError, OSError, ValueError):
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.flush()
+
+    def flush(self):
+        pass                                               # written at once, see above
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -1280,7 +1284,6 @@ def expanded(text):
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError("the path is empty or has a null byte")
     return os.path.expanduser(text)
-
 
 
 # flags, {name: (type or choices, help)}
@@ -1398,18 +1401,12 @@ def run_cli(parser, work, words):
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     command = shlex.join(["python", parser.prog, *words])
     flags = frozen(**vars(parser.parse_args(words)), command=command)
-    problem, stdout = "", sys.stdout
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:                                            # so that `finally` runs
-        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    problem = ""
     try:
-        row = work(flags)
+        with redirect_stdout(Output(sys.stdout)):
+            row = work(flags)
     except (InputError, OSError) as error:
         problem = last_line(error)
-    finally:                                               # a notebook goes on
-        sys.stdout = stdout
-        if is_main:
-            signal.signal(signal.SIGTERM, handler)
     require(not problem, problem)      # not in `except`: there, the error's frames keep workers
     # otherwise, gloo's thread aborts one run in some twenty at its very end; but on CPUs, torch 2.6
     # can hang here
@@ -1427,7 +1424,9 @@ def last_line(error):
 
 
 def shell(main):
-    """Run main() as a command of the shell. Invalid input ends it with one line and exit code 2."""
+    """Run main() as a command of the shell. Invalid input ends it with one line and exit code 2,
+    SIGTERM (e.g. from Slurm) like Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except (InputError, OSError) as error:

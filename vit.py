@@ -325,7 +325,8 @@ def grid_of(img_size, patch_size, **_):
     """Return the patch grid (h, w). Each size is an int or (H, W). Other arguments are ignored, so
     that a whole config can be passed. Raises InputError unless the patches tile the image."""
     (H, W), (p, q) = pair(img_size), pair(patch_size)
-    require(H % p == 0 and W % q == 0, f"img_size {H}x{W} is not a multiple of patch_size {p}x{q}")
+    require(H % p == 0 and W % q == 0,
+            f"img_size {H}x{W} must be a multiple of patch_size {p}x{q}: change one of them")
     return (H // p, W // q)
 
 
