@@ -1242,6 +1242,9 @@ class Output:
     def flush(self):
         pass                                               # written at once, see above
 
+    def __getattr__(self, name):
+        return getattr(self.stream, name)                  # isatty, for example
+
 
 # ------------------------------------------------------------------------------- the command line
 def in_range(kind, low, high=math.inf):
