@@ -158,7 +158,7 @@ def fit(task, saved):
             if hasattr(model, "after_step"):               # a momentum teacher, for example
                 model.after_step((epoch - 1 + step / steps) / run.epochs)
             meter.add(metrics, step, lr)
-        check_unreadable(train, here, tell=epoch == first + 1)
+        check_unreadable(train, here)
         due = epoch % run.eval_every == 0 or epoch == run.epochs
         scores, columns = task.evaluate() if due else ({}, None)
         history.append({"epoch": epoch, **meter.row(), **scores})
@@ -526,7 +526,7 @@ class ImageDataset(Dataset):
         # Bytes in one array: with a list, reference counts would copy all strings into every worker
         self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
         self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, transform
-        self.replaces, self.unreadable, self.known_by = False, set(), ""
+        self.replaces, self.unreadable, self.told, self.known_by = False, set(), set(), ""
 
     def __getitem__(self, key):
         """Return image i, its label, and "" for key = (seed, i). The seed is for random transforms.
@@ -553,16 +553,18 @@ class ImageDataset(Dataset):
         self.images = self.images[ids] if self.in_memory else self.images[ids.numpy()]
 
 
-def check_unreadable(dataset, here, tell):
+def check_unreadable(dataset, here):
     """Raise InputError if more than a tenth of a dataset's files could not be read since the last
-    call, by all processes together. With `tell`, print their number and the first ten."""
-    found, n = sorted(set().union(*gather(dataset.unreadable, here))), len(dataset.labels)
+    call, by all processes together. Print the number of those not yet told, and the first ten."""
+    found, n = set().union(*gather(dataset.unreadable, here)), len(dataset.labels)
     dataset.unreadable.clear()
     require(len(found) <= n / 10, f"{len(found)} of {n} image files, more than a tenth, cannot be "
-                                  f"read: {' '.join(found[:1])}")
-    if tell and found:
-        print(f"note    {len(found)} of {n} image files cannot be read; others replace them:",
-              *found[:10], sep="\n        ")
+                                  f"read: {min(found, default='')}")
+    new = sorted(found - dataset.told)
+    dataset.told.update(new)
+    if new:
+        print(f"note    {len(new)} of {n} image files cannot be read; others replace them:",
+              *new[:10], sep="\n        ")
 
 
 def open_data(name, here, img_size=None, parts=("train", "val"), patch_size=None,
@@ -660,7 +662,7 @@ def read_into_memory(dataset, size, here, replaces):
     loaded = progress(load_images(dataset, keys, here), "reading", len(keys), here)
     for rows, (part, part_labels) in zip(keys, loaded):
         images[rows[:, 1]], labels[rows[:, 1]] = part.cpu(), part_labels.cpu()
-    check_unreadable(dataset, here, tell=True)
+    check_unreadable(dataset, here)
     return ImageDataset(images, labels, dataset.classes)
 
 

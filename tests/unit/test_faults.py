@@ -241,9 +241,10 @@ def test_images_that_vanish(pretrain, folder, monkeypatch, refused):
     assert same(straight["model"], pretrain(*words, "--resume", name="lost")["model"])
 
 
-def test_what_replaces_an_image(tmp_path, monkeypatch):
+def test_what_replaces_an_image(tmp_path, monkeypatch, capsys):
     """In training, other images of files, with their labels, replace unreadable ones, and none does
-    so often. Readable images are drawn as ever. What all processes could not read is counted."""
+    so often. Readable images are drawn as ever. What all processes could not read is counted, and
+    told once."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 40)
     for i in range(30):                                    # these sort together
@@ -262,7 +263,14 @@ def test_what_replaces_an_image(tmp_path, monkeypatch):
     data.unreadable, others = {*"abcde"}, {*"efghi"}       # of two processes
     monkeypatch.setattr(train, "gather", lambda found, _: [found, others])
     with pytest.raises(InputError, match="9 of 80 image files, more than a tenth"):
-        train.check_unreadable(data, HERE, tell=False)
+        train.check_unreadable(data, HERE)
+    capsys.readouterr()
+    for found in ("abc", "abc", "abcd"):                   # in three epochs
+        data.unreadable = {*found}
+        monkeypatch.setattr(train, "gather", lambda found, _: [found])
+        train.check_unreadable(data, HERE)
+    said = capsys.readouterr().out.split("note")
+    assert [x.split()[:3] for x in said] == [[], ["3", "of", "80"], ["1", "of", "80"]]
 
 
 # ------------------------------------------------------------------------------------------- kills
