@@ -450,10 +450,10 @@ def compare(flags):
         content = read_checkpoint(path)
         try:
             model = load_model(content, norm_pix_loss=flags.norm_pix_loss).to(here.device)
-            require(getattr(model, "reconstruct", None), "its method predicts no pixels")
+            require(getattr(model, "reconstruct", None), f"{path}: its method predicts no pixels")
         except InputError as error:
-            problem = f"{content['path']}: {error}"
-            print(f"note    skipping {problem}")
+            problem = str(error)
+            print(f"note    skipped: {problem}")
             continue
         sizes = f"--img_size {model.encoder.img_size} and --patch_size {model.encoder.patch_size}"
         own_data = content["flags"].get("data")
@@ -1065,6 +1065,8 @@ def load_model(source, methods=METHODS, norm_pix_loss=None):
     if content["method"] is None:
         content = with_decoder(content, norm_pix_loss)
     cls = methods.get(content["method"])
+    require(content["method"] != "classifier", f"{content['path']} is a classifier, which predicts "
+            f"no pixels: use it with finetune.py --mode eval")
     require(cls, f"{content['path']} has the method {content['method']}, which is not among "
                  f"{', '.join(methods)}: add it to METHODS in train.py")
     if content.get("source", source_of(cls)) != source_of(cls):

@@ -729,7 +729,7 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys):
     capsys.readouterr()
     rows = train.main([*words, "runs/[mt]*", "runs/half/last.pt"])
     said = capsys.readouterr().out
-    assert "skipping runs/tuned" in said and "mean over 11 images of only" in said
+    assert "skipped: runs/tuned" in said and "mean over 11 images of only" in said
     assert f"runs/half/last.pt was trained on {folder} and is evaluated on only" in said
     assert [(Path(row["checkpoint"]).parent.name, row["mask_ratio"]) for row in rows] == [
         ("mae", 0.75), ("mae", 0.5), ("half", 0.75), ("half", 0.5)]
