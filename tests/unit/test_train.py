@@ -351,7 +351,8 @@ def test_each_epoch_draws_anew(tmp_path, pretrain, spy, words):
 def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
     """last.pt is written with every evaluation and by each epoch that ends a minute after the last
     writing. Here each look at the clock takes three seconds, 13 looks an epoch."""
-    monkeypatch.setattr(train, "perf_counter", itertools.count(1, 3).__next__)
+    clock = SimpleNamespace(perf_counter=itertools.count(1, 3).__next__, sleep=None)
+    monkeypatch.setattr(train, "time", clock)
     written = spy(train, "save", lambda path, content: content["epoch"])
     pretrain("--epochs", "6", "--eval_every", "4")
     assert written == [2, 4, 6]
