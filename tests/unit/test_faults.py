@@ -165,7 +165,7 @@ def write_broken(folder):
     return files
 
 
-@pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "2"]])
+@pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, capsys, refused, words):
     """In training, in memory and in files, unreadable files are counted in the first epoch and
     named. No program is started for EPS. In validation and for neighbours, one is an error."""

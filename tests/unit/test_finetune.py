@@ -4,7 +4,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ import finetune
 import train
 from finetune import Classifier, layer_decay_groups
 from mae import MAE
-from tests.unit.conftest import (HERE, ROOT, TINY, same, settings, stopping_after_two, together,
-                                 write_pictures)
+from tests.unit.conftest import (HERE, ROOT, TINY, parsed, same, settings, stopping_after_two,
+                                 together, write_pictures)
 from tests.unit.golden import load, replay
 from vit import IMAGENET_MEAN, from_released, normalize, resize_pos_embed
 
@@ -48,17 +47,6 @@ def test_features(pool, extra, width):
               "joined": torch.cat((extras if extra else patches).unbind(1), dim=1)}[pool]
     assert torch.equal(model.features(images), wanted)
     assert wanted.shape == (2, width) and model.logits(images).shape == (2, 3)
-
-
-def test_export():
-    """A model that is exported as in REFERENCE.md gives its logits for a batch of any size."""
-    model = classifier(pool="joined", extra_tokens=3, mean=(0.4, 0.5, 0.6))
-    torch.nn.init.normal_(model.head.weight)
-    images, model.forward = random_images(5), model.classify
-    program = torch.export.export(model, (images[:2],), strict=False,
-                                  dynamic_shapes=[{0: torch.export.Dim("batch", max=2 ** 20)}])
-    wanted, run = model.classify(images), program.module()
-    assert all(torch.allclose(run(images[:n]), wanted[:n], atol=1e-4) for n in (1, 5))
 
 
 def test_extra_tokens_travel(pretrain, folder, capsys):
@@ -152,17 +140,15 @@ def test_finetuning_and_probing_learn(tune, folder):
     assert same(encoder, {name: before[name] for name in encoder})
 
 
-@pytest.mark.parametrize("checkpoint, mode, data, labels, name", [
-    ("runs/mae_shapes/last.pt", "linear", None, 1.0, "mae_shapes_linear"),
-    ("mae_vit.pth", "finetune", "data/birds", 0.1, "mae_vit_finetune_birds_0.1"),
-    (None, "scratch", None, 1.0, "scratch_shapes")])
-def test_names_of_runs(checkpoint, mode, data, labels, name, tmp_path):
+def test_names_of_runs(tmp_path):
     """A run is named after its checkpoint and mode, then --data and --labels if they are given. A
     linked folder keeps its name."""
-    args = SimpleNamespace(checkpoint=checkpoint, mode=mode, data=data, labels=labels)
-    assert finetune.run_name(args) == name
-    (tmp_path / "birds").symlink_to(tmp_path)
-    assert train.name_of(tmp_path / "birds") == "birds"
+    birds = tmp_path / "birds"
+    birds.symlink_to(tmp_path)
+    for name, words in {"mae_shapes_linear": "--checkpoint runs/mae_shapes/last.pt --mode linear",
+                        "mae_vit_finetune_birds_0.1": f"--checkpoint mae_vit.pth --data {birds} "
+                        "--labels 0.1", "scratch_shapes": "--mode scratch"}.items():
+        assert finetune.run_name(parsed("finetune.py", words)) == name
 
 
 def test_starts(folder, tune):
@@ -217,14 +203,6 @@ def test_nearest_neighbours_by_hand(spy):
     assert ranked == [(torch.float32, "highest")] * 2
 
 
-def test_neighbours_that_are_few(tune, capsys):
-    """Neighbours are evaluated on at most --eval_images images, out of at most all there are."""
-    tune("--mode", "knn", "--eval_images", "4", "--pool", "token", "--k", "41")
-    said = capsys.readouterr().out
-    assert "on 4 images" in said and "by 40 neighbours out of 40" in said
-    assert re.search(r"largest class (50|75)\.00 %", said)  # of the four
-
-
 @pytest.mark.parametrize("classes, names", [("abcde", ["top1"]), ("abcdef", ["top1", "top5"])])
 def test_top5_is_of_more_than_five_classes(classes, names):
     data = train.ImageDataset(random_images(9), torch.zeros(9).long(), classes)
@@ -244,10 +222,9 @@ def test_final_norm_of_a_frozen_encoder(tune):
 def test_few_labels(tune, tmp_path, capsys, spy):
     """--labels keeps a fraction of each class's images, at least one, which the seed chooses.
     Validation is rarer, so that it covers no more images than training."""
-    for part, n in (("train", 20), ("val", 4)):
-        write_pictures(tmp_path / "data" / part, "abc", n)
-    for i in range(18):
-        (tmp_path / f"data/train/c/{i}.png").unlink()
+    write_pictures(tmp_path / "data/train", "ab", 20)
+    write_pictures(tmp_path / "data/train", "c", 2, seed=1)
+    write_pictures(tmp_path / "data/val", "abc", 4)
 
     def kept(fraction, seed):
         split = train.open_data("data", HERE)[0]
@@ -258,19 +235,18 @@ def test_few_labels(tune, tmp_path, capsys, spy):
         return split.labels.bincount().tolist(), sorted(ids)
     assert kept(0.28, 0)[0] == [6, 6, 1] and kept(1.0, 0)[1] == [*range(42)]       # rounded
     assert kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1) and kept(1e-6, 0)[0] == [1, 1, 1]
-    words = ["--data", "data", "--batch_size", "4", "--labels", "0.15"]
-    a, b = (tune(*words, "--epochs", "5", "--seed", seed, name=seed)[0] for seed in "01")
-    assert not same(a["model"], b["model"]) and "7 train, 12 val" in capsys.readouterr().out
-    scored = [row["epoch"] for row in a["history"] if "top1" in row]
+    words, seeds = ["--data", "data", "--labels", "0.15"], spy(
+        finetune, "keep_labels", lambda data, fraction, seed: seed)
+    content, _ = tune(*words, "--batch_size", "4", "--epochs", "5", "--seed", "3")
+    assert "7 train, 12 val" in capsys.readouterr().out and seeds == [3]
+    scored = [row["epoch"] for row in content["history"] if "top1" in row]
     assert scored == [2, 4, 5]                             # 12 is about two times 7
-    chosen = spy(train, "fit", lambda task, _: task.train.images.float().sum((1, 2, 3)).tolist())
-    for seed in "01":
-        tune(*words, "--epochs", "0", "--seed", seed, "--overwrite", name="chosen")
-    assert chosen[0] != chosen[1]
-    few = tune(*words, "--epochs", "2", "--eval_images", "6", name="few")[0]
+    few, _ = tune(*words, "--batch_size", "4", "--epochs", "2", "--eval_images", "6", name="few")
     assert all("top1" in row for row in few["history"])
-    tune("--mode", "knn", *words[:2], *words[4:])
-    assert "7 neighbours out of 7" in capsys.readouterr().out
+    tune("--mode", "knn", *words, "--eval_images", "4", "--pool", "token", "--k", "8")
+    said = capsys.readouterr().out
+    assert "on 4 images" in said and "7 neighbours out of 7" in said
+    assert re.search(r"largest class (50|75)\.00 %, by", said)         # of the four
 
 
 def test_flags_do_something(tune):
@@ -346,11 +322,10 @@ def test_released_checkpoints(tmp_path, monkeypatch):
     torch.save({"model": mae["state_dict"]}, "x.pth")
     words += ["--heads", "4"]
     finetune.main([*words, "--name", "a"])
-    content = train.read_checkpoint("runs/a")
+    content = train.read_checkpoint("runs/a")["model"]
     encoder = {k: v for k, v in from_released(mae["state_dict"]).items()
                if k.startswith("encoder.") and "encoder.norm" not in k}
-    assert same({k: content["model"][k] for k in encoder}, encoder)
-    assert content["config"]["depth"] == 3 and content["config"]["img_size"] == (32, 32)
+    assert same({k: content[k] for k in encoder}, encoder)
 
     tuned, split = fixture["state_dict"], train.open_data("ten", HERE, (32, 32))[1]
     for pool, norm in (("token", "norm."), ("avg", "fc_norm.")):
