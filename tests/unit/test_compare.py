@@ -2,7 +2,7 @@
 
 import importlib
 import re
-import subprocess
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -24,29 +24,27 @@ ARGS = SimpleNamespace(data="shapes", size="tiny", epochs=7, columns=[*compare.C
 def test_commands(spec, monkeypatch):
     """They parse. A spec's own flags come last, so they win. All are for one seed, and use only
     checkpoints that earlier ones have made. Without pixels, features alone are compared."""
-    made, chain = {}, [*compare.chain(spec, ARGS, 5, "R")]
-    for column, command in chain:
-        script, *words = command.split()[1:]
+    made, columns = {}, {}
+    for column, command in compare.chain(spec, ARGS, 5, "R"):
+        _, script, *words = command.split()
         run = parsed(script, words)
-        for file in re.findall(r"R/(\S+)/last.pt", command):
-            assert file in made
+        assert {*re.findall(r"R/(\S+)/last.pt", command)} <= {*made}
+        assert run.data == "shapes" and (column == "pixels" or run.seed == 5)
         if column is None:
             made[run.name] = run
             assert (run.size, run.batch_size, run.runs) == ("tiny", 8, "R")
-        assert run.data == "shapes" and (column == "pixels" or run.seed == 5)
-    assert [column for column, _ in chain if column] == [*compare.COLUMNS]
-    run = [*made.values()][-1]
-    assert run.method == spec.split(":")[0] and run.epochs == (9 if "epochs" in spec else 7)
+        else:
+            columns[column] = run
+    assert [*columns] == [*compare.COLUMNS]
+    first, *_, last = *made.values(), *made.values()
+    assert last.method == spec.split(":")[0] and last.epochs == (9 if "epochs" in spec else 7)
     if "teacher" in spec:
-        assert [x.method for x in made.values()] == ["mae", "imae"]
-        assert run.teacher == f"R/{[*made][0]}/last.pt" and [*made.values()][0].mask_ratio == 0.5
-    pixels = dict(chain)["pixels"].split()
-    assert parsed(pixels[1], pixels[2:]).leak_free         # normalised targets get no help
-    columns = {column: parsed(*command.split()[1:2], command.split()[2:])
-               for column, command in chain if column not in (None, "pixels")}
-    assert {key: run.labels for key, run in columns.items()} == {
-        "20-NN": 1, "linear": 1, "1%": 0.01, "10%": 0.1, "100%": 1}
-    assert [columns[x].mode for x in ("20-NN", "linear", "10%")] == ["knn", "linear", "finetune"]
+        assert (first.method, first.mask_ratio) == ("mae", 0.5)
+        assert last.teacher == f"R/{first.name}/last.pt"
+    assert columns["pixels"].leak_free                     # normalised targets get no help
+    assert {key: (run.mode, run.labels) for key, run in columns.items() if key != "pixels"} == {
+        "20-NN": ("knn", 1), "linear": ("linear", 1), "1%": ("finetune", 0.01),
+        "10%": ("finetune", 0.1), "100%": ("finetune", 1)}
     monkeypatch.setattr(compare.method_of(spec), "reconstruct", None)
     assert "pixels" not in dict(compare.chain(spec, ARGS, 5, "R"))
 
@@ -147,20 +145,16 @@ def test_a_command_in_a_process(monkeypatch, tmp_path, capfd):
     assert "--name', 'a']" in capfd.readouterr().out
 
 
-def test_numbers_that_are_printed(pretrain, monkeypatch):
-    """PSNR, accuracies and tables of tests.analyses."""
-    def numbers(text):
-        process = SimpleNamespace(stdout=text.splitlines(keepends=True), wait=lambda: 0)
-        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
-        return compare.run("python train.py --eval")
-    pretrain("--epochs", "0")
-    rows = train.main(["--eval", "runs/mae", "--mask_ratios", "0.75", "0.5", "--workers", "0"])
-    assert numbers(train.as_table(rows)) == pytest.approx({
-        f"random {row['mask_ratio']:.3f} {key}": row[key] for row in rows
-        for key in ("psnr_masked", "psnr_image", "psnr_decoded")}, abs=1e-3)
-    assert numbers("top1 12.50, top5 50.00, on 4 images\n") == {"top1": 12.5}
-    assert numbers("R^2\nalpha  branch subordinate  control psnr\n0.200  0.103  0.074\n") == {
-        "alpha 0.200 branch subordinate": 0.103, "alpha 0.200 control psnr": 0.074}
+@pytest.mark.parametrize("printed, numbers", [
+    (train.as_table([dict(checkpoint="a/last.pt", mask=mask, mask_ratio=0.75, psnr_masked=psnr)
+                     for mask, psnr in (("random", 16.5), ("grid", 17.25))]),
+     {"random 0.750 psnr_masked": 16.5, "grid 0.750 psnr_masked": 17.25}),
+    ("top1 12.50, top5 50.00, on 4 images", {"top1": 12.5}),
+    ("R^2\nalpha  branch subordinate  control psnr\n0.200  0.103  0.074",
+     {"alpha 0.200 branch subordinate": 0.103, "alpha 0.200 control psnr": 0.074})])
+def test_numbers_that_are_printed(printed, numbers):
+    """PSNR of --eval, accuracies and tables of tests.analyses."""
+    assert compare.run(shlex.join(["python", "-c", f"print({printed!r})"])) == numbers
 
 
 def test_jobs_share_gpus_or_cores(monkeypatch):

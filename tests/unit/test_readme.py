@@ -15,7 +15,6 @@ import train
 from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, write_pictures
 from vit import normalize
 
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
 
 
@@ -101,31 +100,34 @@ def test_timm(tmp_path, monkeypatch):
     assert train.read_checkpoint("mae_vit_tiny.pth")["config"]["depth"] == 12
 
 
-def test_commands():
-    """Commands parse and use only runs that earlier ones have made."""
-    runs, shell = set(), "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL))
-    for script, words in re.findall(r"((?:train|finetune)\.py)(.*?)(?:  #.*)?\n",
-                                    shell.replace("\\\n", "")):
-        assert {*re.findall(r"runs/(\w+)/last.pt", words)} <= runs
-        args = parsed(script, words.split())
+def commands(page):
+    """Return [script, word, ...] of each command of train.py or finetune.py on a page."""
+    text = page.read_text(encoding="utf-8")
+    shell = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL)).replace("\\\n", "")
+    found = re.findall(r"(?:^|[ /])((?:train|finetune)\.py(?: --.*?)?)(?:  #|$)", shell, re.M)
+    return [command.split() for command in found]
+
+
+def test_commands_of_the_readme():
+    """Commands use only runs that earlier ones have made."""
+    runs = set()
+    for script, *words in commands(ROOT / "README.md"):
+        assert {*re.findall(r"runs/(\w+)/last.pt", " ".join(words))} <= runs
+        args = parsed(script, words)
         if script == "train.py" and not args.eval:
-            name = args.name or f"{args.method}_{Path(args.data or 'shapes').stem}"
+            name = args.name or f"{args.method}_{train.name_of(args.data or 'shapes')}"
             assert name not in runs, f"two runs are called {name}"
             runs.add(name)
     assert runs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_all_pages(page, monkeypatch):
+def test_commands(page, monkeypatch):
     """Commands of both scripts parse, also with a method of one's own; programs are there."""
     monkeypatch.setitem(train.METHODS, "yours", train.MAE)
-    text = page.read_text(encoding="utf-8")
-    shell = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
-    for line in shell.replace("\\\n", "").splitlines():
-        command = re.search(r"(?:^|[ /])(train|finetune)\.py (--.*?)(?:  #|$)", line)
-        if command:
-            parsed(f"{command[1]}.py", command[2].split())
-    for program in re.findall(r"python -m (tests\.\w+)", text):
+    for script, *words in commands(page):
+        parsed(script, words)
+    for program in re.findall(r"python -m (tests\.\w+)", page.read_text(encoding="utf-8")):
         assert find_spec(program), program
 
 

@@ -1,6 +1,5 @@
 """tests/results.py: its commands, its tables and its pictures."""
 
-import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -47,7 +46,8 @@ def test_settings_are_in_the_commands(name):
 
 
 def test_costs():
-    """What pretraining costs relative to MAE: longer training and a teacher count."""
+    """What pretraining costs relative to MAE: longer training and a teacher count. RESULTS.md says
+    what it costs in epochs with labels."""
     costs = {name: results.cost(name, "micro") for name in results.ENCODERS}
     ratio = float(costs["crossmae_25_long"]) / float(costs["crossmae_25"])
     assert ratio == pytest.approx(1.6, abs=0.02) and costs["untrained"] == ""
@@ -57,26 +57,16 @@ def test_costs():
                                     **results.METHODS["imae"].low_res_config)
     bare = results.flops_of_step(lambda B: model(results.torch.zeros(B, 3, 32, 32))[0], 64) / 128
     assert bare < results.multiply_adds("imae", "micro") < 1.5 * bare  # a forward pass, no backward
-
-
-def test_the_study_of_pretraining_is_for_micro(tmp_path, capsys):
-    """Its commands name ViT-micro's checkpoint. Its numbers are printed as a table of their own."""
-    out = tmp_path / "x.jsonl"
-    with pytest.raises(SystemExit):
-        results.main(["--size", "tiny", "--only", "pretrained", "--out", str(out)])
-    assert "--size tiny" in capsys.readouterr().err and not out.exists()
-    line = dict(table="d, ViT-micro, 10 epochs", encoder="pretrained", column="10%, 40 epochs",
-                seed=0, numbers={"top1": 63.0})
-    out.write_text(json.dumps(line), encoding="utf-8")
-    results.main(["--tables", "--out", str(out)])
-    assert "| 10% | after pretraining | 40 | 11.4 | 63.0 |" in capsys.readouterr().out
-
-
-def test_cost_of_pretraining():
-    """RESULTS.md says what pretraining costs."""
     text = " ".join((ROOT / "tests/docs/RESULTS.md").read_text(encoding="utf-8").split())
     assert f"Pretraining costs {results.pretraining_cost():.1f}." in text
     assert f"as many as {results.pretraining_cost('tiny', 100):.1f} epochs with labels" in text
+
+
+def test_the_study_of_pretraining_is_for_micro(tmp_path, capsys):
+    """Its commands name ViT-micro's checkpoint."""
+    with pytest.raises(SystemExit):
+        results.main(f"--size tiny --only pretrained --out {tmp_path}/x.jsonl".split())
+    assert "--size tiny" in capsys.readouterr().err and not (tmp_path / "x.jsonl").exists()
 
 
 def test_tables_are_up_to_date(tmp_path):
