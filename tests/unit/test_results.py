@@ -69,7 +69,8 @@ def test_the_study_of_pretraining_is_for_micro(tmp_path, capsys):
     assert "--size tiny" in capsys.readouterr().err and not (tmp_path / "x.jsonl").exists()
 
 
-def test_tables_are_up_to_date(tmp_path):
+def test_tables_are_up_to_date(tmp_path, capsys):
+    """With another --out, they are only printed."""
     pages = ["README.md", "tests/docs/RESULTS.md"]
     logs = [path.relative_to(ROOT) for path in ROOT.glob("tests/logs/*.jsonl")]
     for name in (*pages, *logs):
@@ -79,3 +80,5 @@ def test_tables_are_up_to_date(tmp_path):
     results.write_tables(tmp_path / "tests")
     for name in (*pages, *(f".github/{x}.svg" for x in ("results", "pays", "recipe"))):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), name
+    results.main(["--tables", "--out", str(tmp_path / results.OUT)])
+    assert "| 10% | after pretraining | 40 | 11.4 |" in capsys.readouterr().out
