@@ -16,7 +16,7 @@ from tests.unit.conftest import parsed
 from vit import InputError
 
 ARGS = SimpleNamespace(data="shapes", size="tiny", epochs=7, columns=[*compare.COLUMNS],
-                       pretraining=["--batch_size", "8"])
+                       pretraining=["--batch_size", "8", "--mask_ratio", "0.6"])
 
 
 @pytest.mark.parametrize("spec", ["mae", "crossmae:prediction_ratio=0.25:epochs=9:compile",

@@ -209,7 +209,7 @@ def test_images_that_vanish(pretrain, folder, monkeypatch, refused):
     def vanish(path, rows, *mode):
         write(path, rows, *mode)
         if mode and rows[0]["epoch"] == 3:
-            shutil.rmtree("mine/train", ignore_errors=True)
+            shutil.rmtree("mine/train")
     monkeypatch.setattr(train, "write_rows", vanish)
     words = ["--data", "mine", "--img_size", "8", "--epochs", "4"]
     refused(lambda words: pretrain(*words), words, "cannot read", "mine/train/")
@@ -228,13 +228,13 @@ def test_what_replaces_an_image(tmp_path, monkeypatch, capsys):
     data.replaces = True
     images, labels, problems = zip(*(data[5, i] for i in range(80)))
     good = [i for i in range(80) if not problems[i]]
-    assert len(good) == 50 and all(os.fsdecode(data.images[i]) in problems[i]
-                                   for i in range(80) if i not in good)
+    assert len(good) == 50
+    for i in {*range(80)} - {*good}:
+        assert os.fsdecode(data.images[i]) in problems[i]
     every = torch.stack([images[i] for i in good])
-    drawn = [(every == image).all((1, 2, 3)).nonzero().item() for image in images]
-    assert tuple(data.labels[good[i]].item() for i in drawn) == labels
-    assert max(drawn.count(i) for i in range(50)) < 6
-    assert all(good[drawn[i]] == i for i in good)
+    drawn = [good[(every == image).all((1, 2, 3)).nonzero().item()] for image in images]
+    assert data.labels[drawn].tolist() == [*labels] and all(drawn[i] == i for i in good)
+    assert max(map(drawn.count, good)) < 6
     data.unreadable, others = {*"abcde"}, {*"efghi"}       # of two processes
     monkeypatch.setattr(train, "gather", lambda found, _: [found, others])
     with pytest.raises(InputError, match="9 of 80 image files, more than a tenth"):
