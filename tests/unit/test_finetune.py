@@ -233,8 +233,8 @@ def test_few_labels(tune, tmp_path, capsys, spy):
         return split.labels.bincount().tolist(), sorted(ids)
     assert kept(0.28, 0)[0] == [6, 6, 1] and kept(1.0, 0)[1] == [*range(42)]       # rounded
     assert kept(0.2, 0) == kept(0.2, 0) != kept(0.2, 1) and kept(1e-6, 0)[0] == [1, 1, 1]
-    words, seeds = ["--data", "data", "--labels", "0.15"], spy(
-        finetune, "keep_labels", lambda data, fraction, seed: seed)
+    seeds = spy(finetune, "keep_labels", lambda data, fraction, seed: seed)
+    words = ["--data", "data", "--labels", "0.15"]
     content, _ = tune(*words, "--batch_size", "4", "--epochs", "5", "--seed", "3")
     assert "7 train, 12 val" in capsys.readouterr().out and seeds == [3]
     scored = [row["epoch"] for row in content["history"] if "top1" in row]
@@ -315,9 +315,8 @@ def test_released_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_pictures(tmp_path / "ten/train", "abcdefghij", 1)
     write_pictures(tmp_path / "ten/val", "abcdefghij", 5)
-    fixture, split = load(ROOT / "tests/unit/golden/finetune_avg.pt"), train.open_data(
-        "ten", HERE, (32, 32))[1]
-    tuned = fixture["state_dict"]
+    fixture = load(ROOT / "tests/unit/golden/finetune_avg.pt")
+    tuned, split = fixture["state_dict"], train.open_data("ten", HERE, (32, 32))[1]
     for pool, norm in (("token", "norm."), ("avg", "fc_norm.")):
         state = {name.replace("fc_norm.", norm): x for name, x in tuned.items()}
         torch.save(state, "x.pth")
