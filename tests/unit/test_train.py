@@ -531,6 +531,7 @@ def test_resuming(pretrain, folder, capsys):
     assert "nothing to resume" in capsys.readouterr().out
     assert {path.name for path in Path("runs/mae").iterdir()} == {
         "curves.svg", "last.pt", "log.jsonl", "recon.png", "steps.jsonl"}
+    assert first["mean"] == MAE.mean and first["classes"] == ["a", "b"]
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and again["history"] == log()
