@@ -1065,10 +1065,11 @@ def load_model(source, methods=METHODS, norm_pix_loss=None):
     if content["method"] is None:
         content = with_decoder(content, norm_pix_loss)
     cls = methods.get(content["method"])
-    require(content["method"] != "classifier", f"{content['path']} is a classifier, which predicts "
-            f"no pixels: use it with finetune.py --mode eval")
+    advice = "add it to METHODS in train.py"
+    if content["method"] == "classifier":
+        advice = "it is for finetune.py --mode eval"
     require(cls, f"{content['path']} has the method {content['method']}, which is not among "
-                 f"{', '.join(methods)}: add it to METHODS in train.py")
+                 f"{', '.join(methods)}: {advice}")
     if content.get("source", source_of(cls)) != source_of(cls):
         print(f"note    {content['path']} was trained with another version of {cls.__name__}")
     try:

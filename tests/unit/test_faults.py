@@ -500,6 +500,12 @@ def test_layouts_of_folders(tmp_path, refused, files):
         assert (len(data.labels), len(val.labels), len(data.classes)) == LAYOUTS[files]
 
 
+def test_two_images_are_enough(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("two"), "x", 2, side=8)
+    assert train.main("--data two --epochs 1 --workers 0")["epoch"] == 1
+
+
 # ------------------------------------------------------------- notebooks, streams, the environment
 
 def test_main_in_a_notebook(pretrain, folder, tmp_path, monkeypatch):
@@ -579,7 +585,7 @@ def test_causes_are_named(pretrain, refused, monkeypatch, capsys):
     pretrain("--epochs", "0")
     content = torch.load("runs/mae/last.pt", weights_only=True)
     torch.save({**content, "method": "nir"}, "nir.pt")
-    refused(train.main, ["--eval", "nir.pt"], "nir.pt: ", "method nir", "METHODS")
+    refused(train.main, ["--eval", "nir.pt"], "nir.pt", "method nir", "METHODS")
     torch.save({**content, "config": {**content["config"], "new": 1}}, "later.pt")
     refused(train.load_model, "later.pt", "later.pt does not fit MAE as it is now", "'new'")
     torch.save({**content, "source": "another text"}, "edited.pt")

@@ -104,7 +104,7 @@ def test_drop_path():
 def test_what_does_not_fit():
     for call, words in (
             (lambda: vit(dim=18), "dim 18 must be a positive multiple of 4"),
-            (lambda: vit(img_size=(8, 13)), "8x13 is not a multiple of .* 2x4"),
+            (lambda: vit(img_size=(8, 13)), "8x13 must be a multiple of .* 2x4"),
             (lambda: vit()(torch.randn(2, 3, 8, 12)), r"images are \(3, 8, 12\), but"),
             *((lambda size=size: pair(size), "is not a size in pixels")
               for size in (0, -3, 2.5, (4, 0), (1, 2, 3), "32"))):
