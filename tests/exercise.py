@@ -93,6 +93,8 @@ def some(words):
 
 def difference(expected, yours, names):
     """Describe the first difference between two results; "" if there is none."""
+    if yours is None:
+        return "yours returns None: is a return missing?"
     if isinstance(expected, dict) and isinstance(yours, dict) and expected.keys() != yours.keys():
         missing, more = expected.keys() - yours.keys(), yours.keys() - expected.keys()
         return "; ".join(f"{word} {some(keys)}" for word, keys in (

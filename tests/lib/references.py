@@ -67,7 +67,8 @@ def random_inputs(B=2):
     channels="the channel varies slowest within a patch. It should vary fastest.",
     columns="patches are sorted column by column. Raster order is row by row.",
     inside="pixels within a patch are sorted column by column. They should be row by row.",
-    memory="a patch has neighbours in memory, not in the image. A reshape cannot cut out squares.")
+    memory="a patch has neighbours in memory, not in the image. A reshape cannot cut out squares.",
+    strided="a patch has pixels from all over the image. In reshape, h precedes p and w precedes q.")
 def patchify(images, patch_size, slip=""):
     B, C, H, W = images.shape
     p, q = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
@@ -83,6 +84,9 @@ def patchify(images, patch_size, slip=""):
             value = (x % q * p + y % p) * C + c
         elif slip == "memory":
             patch, value = divmod((c * H + y) * W + x, p * q * C)
+        elif slip == "strided":
+            (j, y_patch), (i, x_patch) = divmod(y, H // p), divmod(x, W // q)
+            patch, value = y_patch * (W // q) + x_patch, (j * q + i) * C + c
         patches[b, patch, value] = images[b, c, y, x]
     return patches
 
@@ -272,6 +276,7 @@ LOSS_SLIPS = dict(
     pixels="norm_pix_loss is ignored or inverted.",
     order="predictions are compared with other patches' pixels. Predictions are sorted by noise.",
     mask="the mask is in raster order, but it is applied to errors sorted by noise.",
+    raster="target and mask are in raster order, but predictions are sorted by noise.",
     ignored="noise is ignored: a new mask is drawn.")
 
 
@@ -283,8 +288,9 @@ def mean_error(model, images, z, ids_keep, ids_mask, slip):
     if model.norm_pix_loss != (slip == "pixels"):
         patches = normalize_patches(patches)[0]
     for b in range(len(ids)):
-        part = {"all": slice(None), "mask": ids_mask[b]}.get(slip, slice(K, None))
-        patch_ids = ids[b, part].sort().values if slip == "order" else ids[b, part]
+        part = ids_mask[b] if slip in ("mask", "raster") else slice(0 if slip == "all" else K, None)
+        patch_ids = {"order": ids_mask[b].sort().values, "raster": ids_mask[b]}.get(
+            slip, ids[b, part])
         for prediction, i in zip(pred[b, part], patch_ids):
             errors.append((prediction - patches[b, i]) ** 2)
     patches = ids.numel() if slip == "divided" else len(errors)
@@ -508,13 +514,15 @@ def modulate_cases(minr):
     "minr.MINR.modulate", "MINR Sec. 3.2; GINR; TransINR", "weight tokens -> an MLP's layers",
     ["layer", ("weights: image, input, output", "bias: output")], modulate_cases,
     norm="columns should have norm 1.",
+    rows="rows have norm 1. Columns should: W (a,b) has b of them.",
+    tokens="all layers use the same tokens. Each modulated layer has its own.",
     shared="columns of shared layers should also have norm 1.",
     early="the predicted columns are normalised. The columns of the product should be.",
     repeat="predicted columns repeat as 0 0 1 1. They should repeat as 0 1 0 1.",
     factors="predicted columns replace shared ones. The two should be multiplied (item 3).")
 def modulate(self, tokens, slip=""):
-    def unit(W):                                           # scale columns to norm 1
-        return torch.stack([column / (column ** 2).sum().sqrt() for column in W.T], dim=1)
+    def unit(W, axis=0 if slip == "rows" else 1):          # scale columns to norm 1
+        return torch.stack([x / (x ** 2).sum().sqrt() for x in W.unbind(axis)], dim=axis)
     layers, start = [], 0
     for i, (shared, bias) in enumerate(zip(self.weights, self.biases)):
         if i not in self.tokens_per_layer:
@@ -534,7 +542,7 @@ def modulate(self, tokens, slip=""):
             W = torch.stack(columns, dim=1)                            # (a, b)
             images.append(W if slip in ("norm", "early") else unit(W))
         layers.append((torch.stack(images), bias))
-        start += g
+        start += 0 if slip == "tokens" else g
     return layers
 
 
