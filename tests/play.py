@@ -159,10 +159,12 @@ class Handler(BaseHTTPRequestHandler):
 def answers(models, files):
     """Return the server's answers for models {path: model}. The page begins with `files`."""
     encoder, ratio = [(model.encoder, model.mask_ratio) for model in models.values()][0]
-    images = {"/".join(Path(file).parts[-3:]): open_image(file, encoder.img_size)
-              for file in (*files, *IMAGES)}
+    names = {file: "/".join(Path(file).parts[-3:]) for file in files}
+    names |= {file: f"{file.parts[-2]} ({file.parts[-3]})" for file in IMAGES}
+    images = {name: open_image(file, encoder.img_size) for file, name in names.items()}
     images["star"] = draw_shapes(8, encoder.img_size, seed=0)[0][6]
-    start = dict(grid=encoder.grid, visible=visible_count(encoder.num_patches, ratio),
+    start = dict(grid=encoder.grid, size=encoder.img_size,
+                 visible=visible_count(encoder.num_patches, ratio),
                  most_bytes=MOST_BYTES, models=[describe(*item) for item in models.items()],
                  images=[dict(name=name, url=png_url(x / 255)) for name, x in images.items()])
 
