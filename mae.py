@@ -96,7 +96,7 @@ class MAE(nn.Module):
         # the large encoder sees only the visible patches; the small decoder pays for the others
         latent = self.encode(images, ids_keep)                         # (B, 1+K, D)
         pred = self.decode(latent, ids_keep, ids_mask)                 # (B, M, p*p*C)
-        # (B, M, p*p*C), float32; with visible patches, accuracy would be slightly lower (Sec. 3)
+        # (B, M, p*p*C), float32; a loss over all patches lowers accuracy slightly (Sec. 3)
         target = gather_patches(patchify(images, self.encoder.patch_size), ids_mask).float()
         if self.norm_pix_loss:             # more local contrast, higher accuracy (Table 1d; item 3)
             target, _, _ = normalize_patches(target)                   # (B, M, p*p*C)

@@ -227,8 +227,8 @@ class MINR(nn.Module):
         if self.loss_on == "all":
             loss = error.mean()                                        # paper: L2, all pixels
         else:
-            # the mean over masked pixels. We divide by their fraction of the image, because that of
-            # the drawn pixels differs between pieces
+            # the mean over masked pixels. We divide by the masked fraction of whole images, because
+            # that of the drawn pixels differs between the pieces of a batch (--accum)
             loss = (error * masked).mean() / mask.mean()
         return loss, {"loss": loss.detach()}
 
