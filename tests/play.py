@@ -24,6 +24,7 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from time import perf_counter
 
 import torch
@@ -209,7 +210,7 @@ def main(argv=None):
     server = make_server(models, args.image, args.port)
     url = f"http://127.0.0.1:{server.server_port}"
     print(f"see     {url} (Ctrl-C stops it)", flush=True)
-    webbrowser.open(url)
+    Thread(target=webbrowser.open, args=[url], daemon=True).start()  # a text browser blocks
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
 

@@ -9,6 +9,7 @@ from base64 import b64decode
 from functools import cache
 from io import BytesIO
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +240,8 @@ def test_command(server, monkeypatch, capsys):
         raise KeyboardInterrupt
     opened = []
     monkeypatch.setattr(play.webbrowser, "open", opened.append)
+    monkeypatch.setattr(play, "Thread", lambda target, args, daemon: SimpleNamespace(
+        start=lambda: target(*args)))
     monkeypatch.setattr(play.ThreadingHTTPServer, "serve_forever", stop)
     play.main([str(play.MODELS[0]), "--port", str(server.server_port)])
     assert opened[0] in capsys.readouterr().out and str(server.server_port) not in opened[0]
@@ -282,6 +285,11 @@ def test_answers():
         masked = model.encoder.pixels_of(mask)
         nearer[alpha] = (psnr(own, images, masked) - psnr(own, partners, masked)).mean()
         assert alpha > 0.3 or own.std() < 0.7 * other.std()            # paler
+        mix = alpha * images + (1 - alpha) * partners
+        for made in (own, other):                          # nearest to the mixture
+            near, *rest = (psnr(made, z, masked).mean() for z in (mix, images, partners))
+            assert near > max(rest) + 2
+    assert other.std() < 0.7 * own.std()                   # at 0.6
     assert nearer[0.3] < -0.2 < nearer[0.5] < 0.2 and nearer[0.6] > 1
 
 
