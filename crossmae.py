@@ -225,8 +225,7 @@ def choose_maps(feature_maps, include_input, depth):
     return ([0] if include_input else []) + [block + 1 for block in sorted(blocks)]
 
 
-# Paper and release: where they differ, and what we do. Sections, tables and figures have the
-# numbers of the TMLR version; an earlier, anonymous version numbers them differently.
+# Paper and release: where they differ, and what we do (numbers as in the TMLR version)
 #   1. Sec. 3.4 draws the mixing weights from N(0, 1/n), and so do we. So does the release, but it
 #      then overwrites them with Xavier initialisation. n is the number of maps (A.3): 13 for ViT-B,
 #      including the input. (Sec. 3.4 calls n the encoder's depth, 12, and then adds the input.)
@@ -243,16 +242,9 @@ def choose_maps(feature_maps, include_input, depth):
 #   6. By default, the prediction ratio is 0.75, as in Sec. 4.2 and in the release's program.
 #      Appendix C seems to say 0.25. The release's README trains ViT-B with 0.25, but says that its
 #      checkpoints had 0.75 (ViT-H: 0.25). Only Figure 5's caption says that targets are normalised.
-#   7. The release lacks Tables 7 (MAE with inter-block attention), 8, 9 and 15 (grid masks). Here,
-#      Table 8's softmax runs over the maps, separately for each decoder block, and each map has one
-#      projection, which all decoder blocks share (Table 9).
+#   7. The release lacks Tables 8 and 9. Here, Table 8's softmax runs over the maps, separately for
+#      each decoder block, and in Table 9, each map has one projection for all decoder blocks.
 #   8. Table 3d neither lists its maps nor counts the input. Three evenly spaced ones are 3,7,11.
-#   9. For all ViTs, A.6 uses MAE's decoder width, and so do we: 512 by default. For ViT-S, the
-#      release uses decoder_dim 256 and decoder_heads 8; to follow it, set these flags.
+#   9. For all ViTs, A.6 uses MAE's decoder width, and so do we; for ViT-S, the release uses 256.
 #  10. `reconstruct` decodes all masked patches together. With self_attention and a prediction ratio
 #      below the mask ratio, more queries then attend to one another than in training.
-#  11. Errata: A.6 gives prediction ratio 0.75 for Table 1, which also has rows with 0.25. A.6's
-#      "Table 2" and "Sec. 3.4" must be Table 3 and Sec. 3.3. B.2's "75% of the masked patches" must
-#      mean 75% of all patches. Figure 7 calls the prediction ratio p, not gamma. Sec. 4.4's N must
-#      count all tokens, as (1 - p) N of them are visible. Table 5's last two rows differ in
-#      inter-block attention, but have Table 4's numbers for ratios 0.25 and 0.75.

@@ -53,7 +53,7 @@ class HyperMAE(nn.Module):
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         mask_ratio: fraction of patches to mask (Table 10)
         norm_pix_loss: predict patches normalised by their own mean and variance (Table 1)
-        n_weight_tokens: number of weight tokens (n in Table 4; item 10)
+        n_weight_tokens: number of weight tokens (n in Table 4)
         feat2w_depth: number of Feat2W blocks, including shared ones (f in Table 5)
         shared_blocks: number of the encoder's last blocks that also read the weight tokens. They
             are also Feat2W's first blocks, and run only once (s in Table 6)
@@ -200,7 +200,3 @@ class HyperMAE(nn.Module):
 #      un-normalising. Here M is an argument, and un-normalising exactly inverts normalising.
 #   8. Sec. 2.2 lets any layer be M, with size h x h. We exclude the last layer, as it must output
 #      pixels. The first (0 in Table 7) has 2*pe_dim inputs, so M is 2*pe_dim x h there.
-#   9. The release's script fine-tunes ViT-B for 100 epochs with blr 5e-4; Table 13 has 50 and 1e-3.
-#      Table 1 has iNaturalist2021, but the release's README links only its smaller version, "mini".
-#  10. In Sec. 1 and 2, n is only 10% of the masked tokens (16 of 147), so Feat2W costs little. Our
-#      low_res_config keeps n = 16, a third of the 48 masked patches.

@@ -283,10 +283,3 @@ def teacher_of(checkpoint, config):
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
 #      has 1e-3. For classification, Section 1 uses mask ratio 0.75 (our default) and normalised
 #      targets; for figures, 0.5 and plain ones. The rest is MAE's, e.g. 800 epochs.
-#   9. The release's documented command starts from an MAE that is also the teacher
-#      (mae_pretrain_vit_base_full.pth, with normalised targets), passes norm_pix_loss (but see item
-#      5), pairs only images of one class (`--same_prob 1.0`) and has 50 epochs and batch size 256.
-#      It fine-tunes MAE's fine-tuned model (mae_finetuned_vit_base.pth) on the class token, with 20
-#      epochs, 2 of them warmup, blr 5e-5 and layer decay 0.65. We follow the tables: Table 1 has
-#      batch size 4,096, and Table 3 has 25 epochs and blr 1e-3.
-#  10. The model of the release's demo predicts only the subordinate image, at mask ratio 0.5.

@@ -72,7 +72,7 @@ class MINR(nn.Module):
             ginr, 1024 for transinr; release)
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
-        coord_jitter: in training, move each coordinate at random within its pixel (item 10). The
+        coord_jitter: in training, move each coordinate at random within its pixel (item 9). The
             release does so only for GINR on Imagenette and Indoor67. Without it, larger renderings
             show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
@@ -135,7 +135,7 @@ class MINR(nn.Module):
             if g and hypernetwork == "ginr":               # V in modulate, item 4
                 self.weights.append(torch.randn(g, b) / (g * a) ** 0.5)        # N(0, 1/(g a))
             else:
-                self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 9
+                self.weights.append((2 * torch.rand(a, b) - 1) / b ** 0.5)     # item 8
             self.biases.append(torch.zeros(b))
         self.to_columns = nn.ModuleDict({                  # turns a weight token into a column of U
             str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, widths[i]))
@@ -162,12 +162,8 @@ class MINR(nn.Module):
             other layers   W = V                 (a,b)
 
         to_columns turns token k of a layer into column k of its U. Then every column of W, in
-        all layers, is scaled to length 1 (item 5). All images share the biases (b,).
-
-        The paper calls the modulated layers of image n theta(n), and the other layers phi. In the
-        release, the tokens are weight_groups (trans-MINR: wtokens), to_columns is
-        group_modulation_postfc (wtoken_postfc), and V is shared_factor in GINR, otherwise
-        params_dict (base_params)."""
+        all layers, is scaled to length 1 (item 5). All images share the biases (b,). The paper
+        calls the modulated layers of image n theta(n), and the other layers phi."""
         counts = self.tokens_per_layer                                 # {i: g_i}
         tokens_of = dict(zip(counts, tokens.split([*counts.values()], dim=1)))
         layers = []
@@ -273,12 +269,9 @@ class MINR(nn.Module):
 #      PyTorch's default weights and, in trans-MINR, no bias in q, k and v. Ours, vit.ViT, has fixed
 #      positions, a class token, eps 1e-6, Xavier weights and biases. Neither ends in a norm.
 #   7. Our summary does not give hidden_dim, groups, ff_dim or ff_sigma; our values are the
-#      release's. On CelebA, its GINR has ff_sigma 64. With 256 groups, GINR's layer can have full
-#      rank. At the 182 pixel centres of a row, frequencies above 91 look like lower ones.
-#   8. The paper claims fewer parameters than MAE. This depends on sizes, and we do not test it.
-#   9. As in generalized-MINR, weights (a,b) are drawn as in nn.Linear, but transposed: the bound is
+#      release's. With 256 groups, GINR's layer can have full rank. At the 182 pixel centres of a
+#      row, frequencies above 91 look like lower ones.
+#   8. As in generalized-MINR, weights (a,b) are drawn as in nn.Linear, but transposed: the bound is
 #      1/sqrt(outputs). In trans-MINR, it is 1/sqrt(inputs), and biases are uniform.
 #      Columns are normalised, so the scale matters only relative to the learning rate.
-#  10. `coord_jitter` draws moves per batch; generalized-MINR draws them per image.
-#  11. Both programs evaluate the whole centre square; train.py takes 7/8 of its side in images of
-#      224 pixels or more. In its training domain, generalized-MINR evaluates the training images.
+#   9. `coord_jitter` draws moves per batch; generalized-MINR draws them per image.

@@ -104,7 +104,7 @@ def test_defaults(kind, groups, sigma):
 
 
 def test_initial_weights():
-    """GINR's shared factor is N(0, 1/(g a)), others are uniform up to 1/sqrt(outputs) (item 9)."""
+    """GINR's shared factor is N(0, 1/(g a)), others are uniform up to 1/sqrt(outputs) (item 8)."""
     model = MINR(16, 4, 3, 16, 1, 1, modulated_layers=(0,), groups=64, ff_dim=32)
     assert model.weights[0].shape == (64, 256) and model.weights[-1].shape == (256, 3)
     assert model.weights[0].std().item() == pytest.approx((64 * 64) ** -0.5, rel=0.05)
