@@ -133,7 +133,7 @@ class Finetuning:
         """Return the model's arguments for a piece of the batch: normalised images and targets.
         Each piece and process draws its own mixture, as in the release."""
         images = normalize(images, self.model)
-        if self.run.mix_ratio:                             # i-MAE Table 4, item 8
+        if self.run.mix_ratio:                             # i-MAE Table 4, item 7
             labels = F.one_hot(labels, self.run.config["classes"]).float()
             return [torch.lerp(x.roll(1, 0), x, self.run.mix_ratio) for x in (images, labels)]
         return v2.RandomChoice(self.mixers)(images, labels) if self.mixers else (images, labels)
@@ -260,7 +260,7 @@ def default_pool(extra_tokens, dim):
 
 
 MOST_FEATURES = 5000                                       # limit for --pool joined
-FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; items 6, 7
+FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; item 6
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
     mixup=0.8, cutmix=1.0, mix_ratio=0.0, smoothing=0.1, drop_path=0.1, layer_decay=0.75)
@@ -273,7 +273,7 @@ LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
     "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 9
+    "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 8
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -426,13 +426,11 @@ def main(argv=None):
 #      MAE's release the mean of the patch tokens. We follow MAE's release.
 #   5. The probe and nearest neighbours also use these features, so that methods can be compared.
 #      The released probe uses the class token (`--pool token`). For MINR, see default_pool.
-#   6. Layer decay is 0.75 as in MAE and HyperMAE (CrossMAE Table 11 lists none). For ViT-B, the
-#      releases of MAE and CrossMAE have 0.65 and `--blr 5e-4` (CrossMAE's also for ViT-S).
-#   7. MAE and CrossMAE fine-tune ViT-B for 100 epochs and ViT-L for 50, HyperMAE ViT-B for 50. Drop
-#      path in Table 9 is 0.1 for ViT-B and L, 0.2 for ViT-H; in the release, 0.2 for L, 0.3 for H.
-#   8. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
-#   9. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
-#  10. The releases report the best epoch on the validation images; we report the last one. Their
+#   6. The recipe is for ViT-B, layer decay as in MAE and HyperMAE (CrossMAE Table 11 lists none).
+#      For other sizes, and for what the releases have instead, see tests/docs/FLAGS.md.
+#   7. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
+#   8. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
+#   9. The releases report the best epoch on the validation images; we report the last one. Their
 #      final learning rate is 1e-6, and `crop` (0.08) is timm's default, which no table has.
 
 if __name__ == "__main__":
