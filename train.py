@@ -489,7 +489,8 @@ def compare(flags):
 
 
 def save_picture(columns, path):
-    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture. Enlarges small images."""
+    """Write columns {title: images (rows,C,H,W) in [0, 1]} as a picture. Enlarges small images. The
+    background is transparent, for light and dark pages."""
     images = [x[:, :3] if x.shape[1] >= 3 else x[:, :1] for x in columns.values()]
     H, W = images[0].shape[2:]
     size = [n * max(1, 96 // max(H, W)) for n in (H, W)]
@@ -498,10 +499,11 @@ def save_picture(columns, path):
                         for i in range(0, len(line), letters)) for title in columns]
     top = max(30, 15 * max(title.count("\n") + 1 for title in titles))
     cells = torch.stack([F.interpolate(x, size) for x in images], dim=1).flatten(0, 1)
-    grid = torchvision.utils.make_grid(cells, nrow=len(images), pad_value=1)
-    picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, top, 0), value=1).clamp(0, 1))
+    cells = torch.cat([cells.expand(-1, 3, -1, -1), torch.ones_like(cells[:, :1])], dim=1)  # RGBA
+    grid = torchvision.utils.make_grid(cells, nrow=len(images))
+    picture = v2.functional.to_pil_image(F.pad(grid, (0, 0, top, 0)).clamp(0, 1))
     for i, title in enumerate(titles):
-        ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="black")
+        ImageDraw.Draw(picture).text((2 + i * (size[1] + 2), 2), title, fill="#777")
     picture.save(path)
 
 

@@ -479,7 +479,8 @@ def test_pictures(tmp_path, channels, shown):
     train.save_picture(columns, tmp_path / "x.png")
     picture = v2.functional.pil_to_tensor(Image.open(tmp_path / "x.png"))
     cell = picture[:, 32:161, 44:84]                       # the first row of the second column
-    assert torch.equal(cell, columns["two"][0, shown].expand(3, -1, -1).mul(255).byte())
+    assert torch.equal(cell[:3], columns["two"][0, shown].expand(3, -1, -1).mul(255).byte())
+    assert (cell[3] == 255).all() and not picture[3, 0].any()          # on a transparent ground
 
 
 def patched(_, *words):
