@@ -441,7 +441,8 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
 def compare(flags):
     """Run --eval: print a PSNR row for each checkpoint, mask and ratio, and return the rows.
     Saves a picture for the first mask and ratio. tests/analyses.py has the papers' analyses."""
-    require(os.environ.get("WORLD_SIZE", "1") == "1", "--eval runs in one process: drop torchrun")
+    require(os.environ.get("WORLD_SIZE") in (None, "", "1"),
+            "--eval runs in one process: drop torchrun")
     here, data, problem = start_processes(flags), flags.data, ""
     rows, columns, paths = [], {}, []
     for word in flags.eval:                                # Windows shells do not expand runs/*
@@ -1174,7 +1175,7 @@ Process = namedtuple("Process", "rank world device dtype workers")
 
 def start_processes(flags):
     """Return this process's Process. Under torchrun, joins the process group."""
-    env, world = os.environ, int(os.environ.get("WORLD_SIZE", 1))
+    env, world = os.environ, int(os.environ.get("WORLD_SIZE") or 1)
     missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - {*env} if world > 1 else ()
     require(not missing, f"WORLD_SIZE is {world}, but {', '.join(sorted(missing))} not set: use "
                          f"torchrun or, to train in one process, unset WORLD_SIZE")
@@ -1348,7 +1349,7 @@ PAIRS = {
 # no workers outside Linux: starting them is slow there
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
-    workers=min(16, math.ceil(CORES / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))),
+    workers=min(16, math.ceil(CORES / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))),
     amp="auto", seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False, resume=False,
     overwrite=False, mask="random", leak_free=False, size=None, heads=None, init=None, teacher=None,
     checkpoint=None, same_class=None, clip_grad=None)

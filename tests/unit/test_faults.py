@@ -569,6 +569,8 @@ def test_the_environment(pretrain, folder, monkeypatch, refused):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert train.main([*words, "alone"])["epoch"] == 2
+    monkeypatch.setenv("WORLD_SIZE", "")                   # a variable that is not set
+    assert train.main([*words, "empty"])["epoch"] == 2
     monkeypatch.setenv("WORLD_SIZE", "4")
     refused(train.main, [*words, "x"], "WORLD_SIZE is 4", "MASTER_ADDR", "torchrun")
     refused(train.main, ["--eval", "x"], "--eval runs in one process")
