@@ -92,7 +92,7 @@ def draw_panel(panel, labels, box, ends, numbered):
                   f'{y_of(y + std):.1f}"/>' for x, y, std in (p for p in points if len(p) == 3)]
         size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
         every = max(1, len(places) // 20) if kind == "line" else 1     # more would cover the line
-        marked = places[(len(places) - 1) % every::every]                # the last is among them
+        marked = places[(len(places) - 1) % every::every]              # the last is always marked
         parts += [mark(i, x, y, size, "dot" * (kind == "dot")) for x, y in marked]
     return parts
 

@@ -56,6 +56,20 @@ def test_python(pretrain, folder, monkeypatch):
     finetune.main(["--checkpoint", "own.pt", *words])
 
 
+def test_held_out_images(tmp_path, monkeypatch):
+    """RECIPE.md's Python writes each class's images as files, every tenth of them to val/."""
+    monkeypatch.chdir(tmp_path)
+    pictures = datasets.FakeData(40, (3, 32, 32), 2)
+    pictures.classes = ["a", "b"]
+    monkeypatch.setattr(datasets, "CIFAR10", lambda root, download: pictures)
+    exec(*python("RECIPE.md"), {})
+    labels = [int(label) for _, label in pictures]
+    for i, name in enumerate(pictures.classes):
+        files = [f"{n:04}.jpg" for n in range(labels.count(i))]
+        assert sorted(x.name for x in Path("held/val", name).glob("*")) == files[9::10] != []
+        assert sorted(x.name for x in Path("held").glob(f"*/{name}/*")) == files
+
+
 def test_forks(pretrain, monkeypatch):
     """FORKS.md's methods train, and --eval reads those that predict pixels. The first one mixes
     feature maps by its weights."""
