@@ -16,7 +16,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 import train
-from train import count, fraction, in_range, not_negative, expanded
+from train import count, fraction, in_range, not_negative, path
 from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, normalize, require
 
 
@@ -24,63 +24,57 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, nor
 def finetune(flags):
     """Run --mode finetune, scratch or linear, and return the last row of the log."""
     here = train.start_processes(flags)
-    with train.open_run(flags, here, run_name(flags)) as (folder, saved):
-        run, model, data, val = prepare(flags, here, saved, folder)
-        return train.fit(Finetuning(run, here, model, data, val), saved)
+    with train.open_run(flags, here, run_name(flags)) as folder:
+        return train.fit(Finetuning(*prepare(flags, here, folder)))
 
 
 def nearest_neighbours(flags):
     """Run --mode knn: print and return the accuracies."""
     here = train.start_processes(flags)
-    run, model, data, val = prepare(flags, here)
+    run, _, model, data, val = prepare(flags, here)
     score = knn(model.eval(), data, run.k, here)
     row, _ = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
-    print(f"{as_text(row, val, run)}, by {min(run.k, len(data.labels))} neighbours out of "
-          f"{len(data.labels)}")
+    text = as_text(row, val, run.data, run.eval_images)
+    print(f"{text}, by {min(run.k, len(data.labels))} neighbours out of {len(data.labels)}")
     return row
 
 
-def prepare(flags, here, saved={}, folder=None):
-    """Open the checkpoint and the data, settle the run, and build a Classifier. `saved` is the
-    last.pt to resume from. Returns the settings, the model and both data sets."""
-    source = saved or dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    if flags.checkpoint and not saved:
-        source = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
-    name = flags.data or source["flags"].get("data", "shapes")
-    data, val, img_size = train.open_data(
-        name, here, flags.img_size or source["config"].get("img_size"),
-        patch_size=flags.patch_size, train_images=flags.train_images)
+def prepare(flags, here, folder=None):
+    """Open the checkpoint and the data, settle the run, and build a Classifier. Returns what a
+    Finetuning gets: the settings, the process, the model and both data sets."""
+    start = dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if flags.checkpoint:
+        start = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
+    name = flags.data or start["flags"].get("data", "shapes")
+    img_size = flags.img_size or start["config"].get("img_size")
+    data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
     require(len(data.classes) > 1, f"--data {name} needs at least two classes, each with a folder "
                                    f"in train/ and in val/")
     keep_labels(data, flags.labels, flags.seed)
-    sizes = train.encoder_sizes(flags, img_size, source["config"])
+    sizes = train.encoder_sizes(flags, img_size, start["config"])
     recipe, low_res = RECIPES.get(flags.mode, ({}, {}))
     if flags.mode == "scratch":                            # tests/docs/RECIPE.md, Width
         relative_width = sizes["dim"] / SIZES["micro"]["dim"]
         low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
-    probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(source["model"])
-    cls = train.METHODS.get(source.get("method"))          # a fork's class may set pool
-    pool = source["config"].get("pool") or getattr(cls, "pool", None)
+    probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(start["model"])
+    cls = train.METHODS.get(start.get("method"))           # a fork's class may set pool
+    pool = start["config"].get("pool") or getattr(cls, "pool", None)
     own = {"pool": pool or default_pool(extra_tokens, sizes["dim"]),
-           "norm": probe and "encoder.norm.weight" in source["model"],
+           "norm": probe and "encoder.norm.weight" in start["model"],
            "drop_path": 0.0, "smoothing": 0.0}
     run = train.settle(
         flags, sizes, recipe, low_res, len(data.labels), own=own,
         # with few labels, validate less often
         least_eval_every=round(len(val.labels[:flags.eval_images]) / len(data.labels)),
         fixed=dict(classes=len(data.classes), probe=probe, extra_tokens=extra_tokens,
-                   mean=source["mean"], std=source["std"]),
-        method="classifier", data=name, images=data.known_by, folder=folder, pairs=None,
-        processes=f"{here.world} x {here.device}")
+                   mean=start["mean"], std=start["std"]), data=name, folder=folder)
     torch.manual_seed(run.seed)
     model = Classifier(**run.config).to(here.device)
-    print(f"features: {model.num_features} numbers (--pool {run.pool}); the largest of "
-          f"{len(data.classes)} classes has {largest_class(val, run):.2f} % of the images")
     if flags.mode == "knn":
         model.head = None                                  # only the encoder is used
-    if flags.mode != "scratch" and not saved:
-        train.initialize(model, source, flags.checkpoint)
-    return run, model, data, val
+    if flags.mode != "scratch":
+        train.initialize(model, start)
+    return run, here, model, data, val
 
 
 def run_name(flags):
@@ -99,19 +93,14 @@ class Finetuning:
     RandAugment and erasing take one image at a time. With either, workers crop and augment the
     images (with `transform`), and images in memory move to the CPU."""
 
-    same_draws = False                                     # drop path and mixing: see train_step
+    same_draws, pairs = False, None                        # drop path and mixing: see train_step
 
     def __init__(self, run, here, model, data, val):
-        self.run, self.here, self.model, self.train, self.val = run, here, model, data, val
-        piece = run.batch_size // (here.world * run.accum)
-        require(not model.probe or piece > 1, f"--batch_size {run.batch_size} must be at least "
-                f"{2 * here.world * run.accum}: a probe's BatchNorm needs two images in each of "
-                f"{here.world} processes x --accum {run.accum}")
+        self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
         more = [v2.RandAugment(2, run.randaug)] if run.randaug else [] # two per image; item 1
         if run.erasing:                                    # item 2
             more += [v2.RandomErasing(run.erasing, value=[255 * m for m in model.mean])]
         if more or not data.in_memory:
-            data.replaces = True
             data.transform = train.crop_transform(model.encoder.img_size, run, *more)
             if data.in_memory:
                 data.images = data.images.cpu()
@@ -123,9 +112,8 @@ class Finetuning:
         return layer_decay_groups(self.model, self.run.weight_decay, self.run.layer_decay)
 
     def draw(self, images, labels):
-        """Return a step's batch: images, cropped with numbers drawn for all processes, and labels.
-        """
-        if not self.train.transform:
+        """Return a step's batch: images, cropped with numbers drawn for the whole batch, labels."""
+        if not self.data.transform:
             images = train.crop_batch(images, self.model.encoder.img_size, self.run, self.here)
         return [images, labels]
 
@@ -281,32 +269,24 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train
 def evaluate(score, val, here, img_size, most=None):
     """Return the accuracies {"top1", "top5"} on val in %, and None for no picture. With fewer than
     six classes, there is no top5. score(images) returns scores (b,classes)."""
-    sums, n = {"top1": 0, "top5": 0}, 0                    # a process without images reports zeros
-    if len(val.classes) < 6:
-        del sums["top5"]
+    ranks = (1, 5) if len(val.classes) > 5 else (1,)
+    sums, n = {f"top{k}": 0 for k in ranks}, 0             # a process without images reports zeros
     for _, images, labels in train.val_batches(val, here, img_size, most):
         with train.autocast(here):
             scores = score(images)                                     # (b, classes)
-        require(scores.isfinite().all(), "scores are not finite: are the checkpoint's weights?")
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
-        for name, k in (("top1", 1), ("top5", 5)):
-            if name in sums:
-                sums[name] += 100 * right[:, :k].sum()
+        for k in ranks:
+            sums[f"top{k}"] += 100 * right[:, :k].sum()
         n += len(images)
     return train.mean_over_processes(sums, n, here), None
 
 
-def largest_class(val, run):
-    """Return the largest class's share of the validation images in %: what a constant reaches."""
-    labels = val.labels[train.random_order(len(val.labels))[:run.eval_images]]
-    return 100 * labels.bincount().max().item() / len(labels)
-
-
-def as_text(row, val, run):
-    """Return the accuracies in words."""
-    scores = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
-    return (f"{scores}, on {len(val.labels[:run.eval_images])} images of {run.data}; largest class "
-            f"{largest_class(val, run):.2f} %")
+def as_text(row, val, name, most):
+    """Return the accuracies in words, and what a constant reaches: the largest class's share."""
+    labels = val.labels[train.random_order(len(val.labels))[:most]]
+    share = 100 * labels.bincount().max().item() / len(labels)
+    scores = ", ".join(f"{score} {value:.2f}" for score, value in row.items())
+    return f"{scores}, on {len(labels)} images of {name}; largest class {share:.2f} %"
 
 
 @torch.no_grad()
@@ -349,36 +329,32 @@ def evaluate_checkpoint(flags):
                                  f"--mode finetune or linear")
     name = flags.data or content["flags"].get("data", "shapes")
     val, img_size = train.open_data(name, here, config["img_size"], parts=["val"])
-    classes = [str(x) for x in content.get("classes", val.classes)]
-    require(len(val.classes) == config["classes"] and val.classes == classes,
-            f"{flags.checkpoint} has {config['classes']} classes: {', '.join(classes[:3])} ..., "
-            f"but --data {name} has {len(val.classes)}: {', '.join(val.classes[:3])} ...")
+    classes = content.get("classes", val.classes)          # in order; a released file has no names
+    require(val.classes == classes and len(classes) == config["classes"],
+            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
+            f"{', '.join(val.classes[:5])} ...")
     model = Classifier(**config).to(here.device)
     model.load_state_dict(state)
     row, _ = evaluate(model.classify, val, here, img_size, flags.eval_images)
-    print(as_text(row, val, train.frozen(data=name, eval_images=flags.eval_images)))
+    print(as_text(row, val, name, flags.eval_images))
     return row
 
 
 # ------------------------------------------------------------------------------- the command line
 FEATURES = {  # flags, as in train.py
     "part": (str, "part of the checkpoint to evaluate, e.g. teacher; default: encoder"),
-    "pool": (("mean", "token", "extra", "joined"), "mean: mean of the patch tokens (default); "
-             "token: class token; extra: mean of the extra tokens (MINR's weight tokens); joined: "
-             "all extra tokens or, without any, all patch tokens as one vector. Default for MINR: "
-             "joined if it has at most 5000 features, else extra")}
+    "pool": (("mean", "token", "extra", "joined"), "mean: of the patch tokens (default); token: "
+             "class token; extra: mean of MINR's weight tokens; joined: all of these (default for "
+             "MINR, up to 5000 features) or, without any, all patch tokens as one vector")}
 NORM = {"norm": (bool, "end the frozen encoder with a LayerNorm; default: as in the checkpoint")}
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
     "mixup": (not_negative, "alpha of MixUp; 0: off"),
     "cutmix": (not_negative, "alpha of CutMix; 0: off"),
-    "mix_ratio": (fraction, "weight of each image in a mixture with another image of the batch; "
-                            "used instead of MixUp and CutMix; 0: off"),
+    "mix_ratio": (fraction, "weight of an image mixed with another one, without MixUp; 0: off"),
     "smoothing": (fraction, "label smoothing")}
 ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256. With --mode scratch, the "
-                         "low_res value is for ViT-micro. A wider encoder gets a lower value"),
     "drop_path": (fraction, "drop path rate of the last block"),
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 
@@ -387,20 +363,22 @@ def main(argv=None):
     """Run `python finetune.py` with the arguments `argv`, as train.main. Returns the last row of
     log.jsonl. The modes knn and eval write no files, and return the accuracies."""
     words = train.words_of(argv)
-    parser = train.new_parser("finetune.py", "usage: python finetune.py --checkpoint FILE --mode "
-                        f"{'|'.join(RECIPES)}|knn|eval [--flag value ...]")
+    modes = (*RECIPES, "knn", "eval")
+    parser = train.new_parser("finetune.py", f"--checkpoint FILE --mode {'|'.join(modes)}", words)
     option = parser.add_argument
-    option("--mode", choices=(*RECIPES, "knn", "eval"), default="finetune", metavar="NAME",
-           help="finetune; linear: a linear probe; knn: nearest neighbours; scratch: fine-tune "
-                "from random weights, with the sizes and data of any --checkpoint; eval: "
-                "evaluate a fine-tuned checkpoint (finetune)")
+    option("--mode", choices=modes, default="finetune",
+           help="linear: a linear probe; knn: nearest neighbours; scratch: fine-tune from random "
+                "weights, with the sizes and data of any --checkpoint; eval: evaluate a fine-tuned "
+                "checkpoint (finetune)")
     mode = parser.parse_known_args(words)[0].mode           # it decides which other flags exist
-    option("--checkpoint", metavar="FILE", type=expanded, required=mode != "scratch",
+    parser.set_defaults(method="classifier")
+    option("-h", "--help", action="help", help="show this help and exit")
+    option("--checkpoint", metavar="FILE", type=path, required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")
     train.add_flags(parser, "data and device", train.DATA)
     if mode == "eval":
         train.add_flags(parser, "encoder", {"heads": train.ENCODER["heads"]})
-        return train.run_cli(parser, evaluate_checkpoint, words)
+        return evaluate_checkpoint(parser.parse_args(words))
     train.add_flags(parser, "training images and encoder", train.ENCODER)
     train.add_flags(parser, "features", FEATURES)
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
@@ -414,7 +392,7 @@ def main(argv=None):
         recipe, low_res = RECIPES[mode]
         flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
         train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, low_res)
-    return train.run_cli(parser, nearest_neighbours if mode == "knn" else finetune, words)
+    return (nearest_neighbours if mode == "knn" else finetune)(parser.parse_args(words))
 
 
 # Paper and release: where they or torchvision differ, and what we do

@@ -1,15 +1,14 @@
-"""What the papers measure of trained models, and what tests.play shows, in tables and pictures:
+"""What the papers measure of trained models, in tables and pictures:
 
     python -m tests.analyses runs/mae_shapes runs/imae_shapes [--data DATA] [--eval_images N]
 
-all:       pixels of visible and of masked patches; how far a patch reaches; a single visible patch
 MAE:       what mask tokens attend to (CrossMAE Table 6)
 CrossMAE:  what each decoder block contributes (Figure 5, Appendix D); mixing weights (Figure 5c)
 MINR:      images rendered at four times their size
 i-MAE:     how well mixtures are separated (i-MAE Figures 4-7)
 
 Pictures are written into the run's folder. HyperMAE's paper has only reconstructions, which
-train.py --eval draws.
+tests.evaluate draws.
 """
 
 import argparse
@@ -25,78 +24,22 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests.lib.masks import fixed_noise
-from train import (Parser, as_table, load_model, open_data, read_checkpoint, save_picture, shell,
-                   side_product, start_processes, val_batches)
-from vit import (denormalize, gather_patches, mask_noise, normalize, normalize_patches,
-                 patchify, visible_count)
+from tests.lib.pictures import save_picture
+from tests.lib.plot import as_table
+from tests.lib.released import load_any
+from train import open_data, read_checkpoint, shell, start_processes, val_batches
+from vit import denormalize, gather_patches, normalize, normalize_patches, patchify, visible_count
 
 ALPHAS = [i / 20 for i in range(1, 11)]                    # i-MAE Figure 4's range, and 0.5
 
 
 # ------------------------------------------------------------------------------------ every method
-def eval_noise(ids, encoder):
-    """Return the noise (N,L) that train.py --eval draws for images with the indices ids (N,)."""
-    generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
-    return torch.cat([mask_noise("random", 1, encoder.grid, generator=g) for g in generators])
-
-
 def psnr(decoded, images, where):
-    """Return the PSNR (B,) in dB, as train.py --eval does, of the pixels where `where` (B,1,H,W) is
+    """Return the PSNR (B,) in dB, as tests.evaluate does, of the pixels where `where` (B,1,H,W) is
     1. decoded and images (B,C,H,W) are in [0, 1]."""
     error = (decoded - images).square() * where                        # (B, C, H, W)
     error = error.mean((1, 2, 3)) / where.mean((1, 2, 3))              # (B,)
     return -10 * error.clamp(min=1e-10).log10()
-
-
-@torch.no_grad()
-def draw_as_masked(mae, images, noise):
-    """Let an MAE draw the visible patches of images (B,C,H,W) from mask tokens, as if they were
-    masked. The decoder also gets the visible patches' own tokens. Returns images (B,C,H,W)."""
-    ids_keep, ids_mask, _ = mae.encoder.mask(images, noise, mae.mask_ratio)
-    x = mae.add_mask_tokens(mae.encode(images, ids_keep), ids_keep, ids_mask)  # (B, 1+L, E)
-    more = mae.mask_token + mae.decoder_pos_embed[0, 1:][ids_keep]     # (B, K, E)
-    x = torch.cat([x, more], dim=1)                                    # (B, 1+L+K, E)
-    for block in mae.decoder_blocks:
-        x = block(x)                                                   # (B, 1+L+K, E)
-    pred = mae.decoder_pred(mae.decoder_norm(x[:, -more.shape[1]:]))   # (B, K, p*p*C)
-    return mae.encoder.paste_patches(images, pred, ids_keep, ids_keep, mae.norm_pix_loss)
-
-
-def measure_pixels(model, images, noise):
-    """Measure what tests.play shows, on normalised images (N,C,H,W) with noise (N,L). Returns
-    {title: rows} with one row; the title explains the numbers. Returns {} if the model predicts no
-    pixels."""
-    if getattr(model, "reconstruct", None) is None:
-        return {}
-    is_mae = isinstance(model, MAE)
-    encoder, L, found = model.encoder, model.encoder.num_patches, defaultdict(list)
-    K = visible_count(L, model.mask_ratio)
-    rows, columns = (torch.arange(n, device=images.device) for n in encoder.grid)
-    place = torch.cartesian_prod(rows, columns)                        # (L, 2)
-    for x, order in zip(images.split(100), noise.split(100)):
-        # half a patch more, so that rounding does not change the number of visible patches
-        drawn = [model.reconstruct(x, order, 1 - (n + 0.5) / L) for n in (K, K + 1, 1)]
-        truth, decoded, more, single = (denormalize(y, model) for y in (x, *(y for y, _ in drawn)))
-        mask, mask_more = drawn[0][1], drawn[1][1]                     # (B, L) each
-        masked = encoder.pixels_of(mask)                               # (B, 1, H, W)
-        found["masked"] += psnr(decoded, truth, masked)
-        found["visible"] += psnr(decoded, truth, 1 - masked)
-        if is_mae:
-            as_masked = denormalize(draw_as_masked(model, x, order), model)    # (B, C, H, W)
-            found["mask token"] += psnr(as_masked, truth, 1 - masked)
-        change = patchify(255 * (more - decoded).abs(), encoder.patch_size)    # (B, L, p*p*C)
-        added = place[(mask - mask_more).argmax(dim=1)]                # (B, 2)
-        distance = (place - added[:, None]).abs().amax(dim=2).clamp(max=4)     # (B, L)
-        for i, name in enumerate(("next", "2 away", "3 away", "farther"), start=1):
-            found[name] += change[(distance == i) & (mask_more == 1)].mean(dim=1)
-        found["single"] += single.mean((1, 2, 3))
-        found["true"] += truth.mean((1, 2, 3))
-    title = (f"{len(images)} images, masks as in --eval; PSNR in dB of masked and of visible "
-             f"patches, nothing copied{is_mae * ', and of visible ones drawn from mask tokens'}; "
-             f"mean change, in levels of 255, of masked patches next to a patch that becomes "
-             f"visible, or farther from it; mean brightness, from 0 to 1, of predictions from a "
-             f"single visible patch, and the true one")
-    return {title: [{name: torch.tensor(x).mean().item() for name, x in found.items()}]}
 
 
 # ---------------------------------------------------------------------------------------------- MAE
@@ -345,35 +288,31 @@ def analyse_file(path, args, here):
     """Print the tables of the checkpoint `path`, and write its pictures beside it."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     data = args.data or read_checkpoint(path)["flags"].get("data", "shapes")
-    model = load_model(path).to(here.device)
+    model = load_any(path).to(here.device)
     size = model.encoder.img_size
     train, val, _ = open_data(data, here, size)
 
     def images_of(part):
-        """Return the images' indices (N,), and normalised images (N,C,H,W)."""
-        batches = [batch[:2] for batch in val_batches(part, here, size, args.eval_images)]
-        ids, images = map(torch.cat, zip(*batches))
-        return ids, normalize(images, model)
+        """Return normalised images (N,C,H,W)."""
+        batches = val_batches(part, here, size, args.eval_images)
+        return normalize(torch.cat([images for _, images, _ in batches]), model)
 
-    ids, images = images_of(val)
     only_pairs = isinstance(model, IMAE)                   # only i-MAE needs training images
-    tables, pictures = analyse(model, images_of(train)[1] if only_pairs else None, images)
-    tables |= measure_pixels(model, images, eval_noise(ids, model.encoder).to(here.device))
+    tables, pictures = analyse(model, images_of(train) if only_pairs else None, images_of(val))
     for title, rows in tables.items():
         print(fill(f"{path}, {data}: {title}", 100), as_table(rows), sep="\n")
     for name, (caption, columns) in pictures.items():
         picture = path.with_name(f"{name}.png")
-        with side_product(picture):
-            save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
-            print(fill(f"see     {picture}: {caption}", 100))
+        save_picture({title: denormalize(x, model) for title, x in columns.items()}, picture)
+        print(fill(f"see     {picture}: {caption}", 100))
     if not tables and not pictures:
         print(f"note    nothing to measure for {path}, a {type(model).__name__}")
 
 
 def main(argv=None):
     """Run `python -m tests.analyses` with the arguments `argv`."""
-    parser = Parser("tests.analyses", argparse.SUPPRESS, __doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("tests.analyses", argparse.SUPPRESS, __doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("checkpoints", nargs="+", metavar="CHECKPOINT", help="file from train.py, or its folder")
     option("--data", help="as for train.py (default: what the model was trained on)")

@@ -35,6 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import train
+from tests.lib.plot import as_table
 from train import METHODS, add_method_arguments, count, in_range, size_in_pixels
 from vit import SIZES
 
@@ -101,7 +102,7 @@ class Case:
         own = {k: given.pop(k, getattr(args, k)) for k in OWN}
         if train.is_low_res({"img_size": img_size, **sizes}):
             given = {**cls.low_res_config, **given}
-        self.run = train.frozen(**{**cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0, **own})
+        self.run = SimpleNamespace(**{**cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0, **own})
         self.here = train.start_processes(SimpleNamespace(device=args.device, amp=self.run.amp,
                                                           workers=0))
         self.spec, self.img_size, self.batch_size = spec, img_size, self.run.batch_size
@@ -119,8 +120,8 @@ class Case:
         self.flops = flops_of_step(lambda B: self.model(*self.batch(B))[0], self.batch_size)
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = train.make_optimizer(self.run, self.here, [
-            dict(params=trained, weight_decay=self.run.weight_decay)])
+        self.optimizer = train.OPTIMIZERS[self.run.optimizer]([
+            dict(params=trained, weight_decay=self.run.weight_decay)], self.run)
         half = self.here.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.net = train.wrap(self.model, self.run, self.here)
@@ -222,7 +223,7 @@ def main(argv=None):
         print(f"attention: {cases[0].attention}")
         rows += measure(cases, args.steps, args.warmup)
         del cases                                          # before the next ones are built
-    print(train.as_table(rows))
+    print(as_table(rows))
     return rows
 
 

@@ -23,7 +23,6 @@ import time
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,13 +34,13 @@ import torch
 
 import train
 import vit
-from tests.lib.plot import draw
-from train import METHODS, as_table, count, in_range
+from tests.lib.plot import as_table, draw
+from train import METHODS, count, in_range
 from vit import SIZES, InputError, require
 
-PIXELS = "random 0.750 psnr_masked"                        # a number from --eval
+PIXELS = "random 0.750 psnr_masked"                        # a number from tests.evaluate
 COLUMNS = {  # column: what evaluates it
-    "pixels": "train.py --eval {file} --mask_ratios 0.75 --leak_free",
+    "pixels": "-m tests.evaluate {file} --mask_ratios 0.75 --leak_free",
     "20-NN": "finetune.py --mode knn --checkpoint {file} --seed {seed}",
     "linear": "finetune.py --mode linear --checkpoint {file} --seed {seed}",
     **{f"{labels:.0%}": f"finetune.py --labels {labels} --checkpoint {{file}} --seed {{seed}}"
@@ -114,39 +113,34 @@ def read_lines(path):
 
 
 def numbers_in(text):
-    """Return the numbers in printed tables, named after row and column: {"random 0.750
-    psnr_masked": dB, "alpha 0.200 branch subordinate": R^2, ...}."""
+    """Return the numbers in a table from tests.evaluate: {"random 0.750 psnr_masked": dB, ...}."""
     found, heads = {}, []
-    for words in (re.split("  +", line.strip()) for line in text.splitlines()):
-        if words[0] in ("checkpoint", "alpha", "block"):   # a table begins
+    for words in map(str.split, text.splitlines()):
+        if words[:1] == ["checkpoint"]:                    # the table begins
             heads = words
         elif len(words) == len(heads):                     # a row of it
-            row, first = ([heads[0], words[0]], 1) if heads[0] != "checkpoint" else (words[1:3], 3)
-            for head, word in zip(heads[first:], words[first:]):
-                with suppress(ValueError):
-                    found[" ".join([*row, head])] = float(word)
+            for head, word in zip(heads[3:], words[3:]):
+                found[f"{words[1]} {words[2]} {head}"] = float(word)
     return found
 
 
 def run(command, title="", environment={}):
-    """Run a command, or several joined by "&&", resuming what an earlier call began. Returns its
-    numbers, if any."""
+    """Run a command, resuming what an earlier call began. Returns its numbers, if any."""
     print(f"\n{title}: {command}", flush=True)
     folder, printed = re.search(r"--runs (\S+) --name (\S+)", command), ""
-    for part in command.split(" && "):
-        begun = folder and Path(*folder.groups()).exists()
-        words = [sys.executable, *shlex.split(part)[1:], *["--resume"] * bool(begun)]
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
-            errors="replace", env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment})
-        RUNNING.append(process)
-        for line in filter(str.strip, process.stdout):
-            print(f"{title}: {line}", end="", flush=True)
-            printed += line
-        RUNNING.remove(process)
-        if process.wait():
-            raise Failed(f"{title}: failed with exit code {process.returncode}\n  {part}\n  "
-                         f"{(printed.strip().splitlines() or ['(it printed nothing)'])[-1]}")
+    begun = folder and Path(*folder.groups()).exists()
+    process = subprocess.Popen(
+        [sys.executable, *shlex.split(command)[1:], *["--resume"] * bool(begun)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment})
+    RUNNING.append(process)
+    for line in filter(str.strip, process.stdout):
+        print(f"{title}: {line}", end="", flush=True)
+        printed += line
+    RUNNING.remove(process)
+    if process.wait():
+        raise Failed(f"{title}: failed with exit code {process.returncode}\n  {command}\n  "
+                     f"{(printed.strip().splitlines() or ['(it printed nothing)'])[-1]}")
     if folder:
         last = read_lines(Path(*folder.groups(), "log.jsonl"))[-1]
         return {"top1": last["top1"]} if "top1" in last else {}
@@ -236,15 +230,15 @@ class Numbers:
         spread = f" ± {stdev(values):.{places}f}" if len(values) > 1 else ""
         return f"{mean(values):.{places}f}{spread}" if values else ""
 
-    def differences(self, a, b, column, column_b=None):
+    def differences(self, a, b, column):
         """Return A - B for each run of A and each run of B with the same seed, {seed: [...]}."""
-        a, b = self.found[a, column], self.found[b, column_b or column]
+        a, b = self.found[a, column], self.found[b, column]
         return {seed: [x - y for x in a[seed] for y in b[seed]] for seed in sorted(a.keys() & b)}
 
-    def minus(self, a, b, column, column_b=None):
+    def minus(self, a, b, column):
         """Return the mean of these differences, bold if it is clear by the rule in RESULTS.md; ""
         with fewer than three seeds."""
-        by_seed, places = self.differences(a, b, column, column_b), precision(column)[0]
+        by_seed, places = self.differences(a, b, column), precision(column)[0]
         if len(by_seed) < 3:
             return ""
         values = sum(by_seed.values(), [])
@@ -259,9 +253,7 @@ def is_clear(values, column):
 
 def precision(column):
     """Return the number of decimals to print, and the floor that a mean difference must exceed."""
-    if column.split(",")[0] in COLUMNS:
-        return 1, 0.5                                      # points of accuracy
-    return (3, 0.005) if re.match("alpha|block sum", column) else (2, 0.02)    # R^2, attention; dB
+    return (2, 0.02) if "psnr" in column else (1, 0.5)     # in dB; in points of accuracy
 
 
 def read_numbers(path):

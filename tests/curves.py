@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from tests.lib.plot import draw
-from train import Parser, shell
+from train import shell
 from vit import InputError, require
 
 COLUMNS = {"loss": "loss", "psnr_masked": "masked PSNR, dB", "top1": "accuracy, %"}
@@ -57,8 +57,9 @@ def draw_run(folder):
 
 def main(argv=None):
     """Run `python -m tests.curves` with the arguments `argv`. Returns the path of the picture."""
-    parser = Parser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False,
-                    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("tests.curves", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder or a .jsonl file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(curves.svg, see above)")
     args = parser.parse_args(argv)

@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tests.analyses import psnr
-from tests.tour import GREY, NORM_PIX_LOSS, TRAINED, heat, open_image, png_url
-from train import METHODS, Parser, draw_shapes, load_model, name_of, shell
+from tests.lib.released import NORM_PIX_LOSS, load_any
+from tests.tour import GREY, TRAINED, heat, open_image, png_url
+from train import METHODS, draw_shapes, name_of, shell
 from vit import InputError, denormalize, mask_noise, normalize, require, visible_count
 
 MODELS = [TRAINED / f"{name}.pt" for name in ("mae", "crossmae", "hypermae", "minr", "imae")]
@@ -113,7 +114,7 @@ def predict(model, images, mask, probe=0, view="completed", **options):
 
 def load_models(paths, norm_pix_loss=None):
     """Return {path: model}. Raises InputError unless all predict colours, in the same sizes."""
-    models = {path: load_model(path, norm_pix_loss=norm_pix_loss) for path in paths}
+    models = {path: load_any(path, norm_pix_loss=norm_pix_loss) for path in paths}
     for path, model in models.items():
         require(getattr(model, "reconstruct", None) and model.encoder.in_chans == 3,
                 f"{path} does not predict the three channels of colour images: leave it out")
@@ -196,8 +197,8 @@ def make_server(models, files=(), port=0):
 # ------------------------------------------------------------------------------- the command line
 def main(argv=None):
     """Run `python -m tests.play` with the arguments `argv`."""
-    parser = Parser("play", usage=argparse.SUPPRESS, description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("play", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("checkpoints", nargs="*", default=MODELS, metavar="CHECKPOINT",
            help="checkpoints from train.py, or released ones with a decoder (our five models)")

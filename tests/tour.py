@@ -31,17 +31,15 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 import train
 from tests.lib.masks import copy_visible, fixed_noise
+from tests.lib.released import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
-from train import METHODS, Parser, center_crop, load_model, read_image, shell
+from train import METHODS, center_crop, read_image, shell
 from vit import ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "tests/models"
 IMAGES = [TRAINED / f"images/val/{x}.jpg" for x in ("truck/0399", "frog/0044")]
 VIT = str(ROOT / "vit.py")
-NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
-                     help="whether a released model predicts normalised pixels, if its file's name "
-                          "does not tell")
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
@@ -497,7 +495,7 @@ def tour_method(args):
     torch.manual_seed(0)
     path, more = args.checkpoint or TRAINED / f"{args.method}.pt", ""
     if args.checkpoint or path.exists():
-        model = load_model(path, norm_pix_loss=args.norm_pix_loss)
+        model = load_any(path, norm_pix_loss=args.norm_pix_loss)
     else:                                                  # a method of your own
         path = "random weights"
         model = cls(**{**TINY, "in_chans": len(cls.mean), **getattr(cls, "low_res_config", {})})
@@ -574,8 +572,8 @@ def tour_train(args):
 
 def main(argv=None):
     """Run `python -m tests.tour` with the arguments `argv`."""
-    parser = Parser("tour", usage=argparse.SUPPRESS, description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("tour", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("method", choices=[*METHODS, "train"], help="train takes only --out",
            metavar=f"METHOD ({', '.join(METHODS)} or train)")

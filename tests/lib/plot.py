@@ -32,12 +32,11 @@ def round_values(low, high, most):
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def limits(points, axis, span=0.0):
-    """Return the ends of the x axis (0) or of the y axis (1), with bars and a margin, and at least
-    `span` apart."""
-    values = [p[axis] + bar for p in points for bar in ((-p[2], p[2]) if axis and p[2:] else (0,))]
+def limits(points, axis):
+    """Return the ends of the x axis (0) or of the y axis (1), with a margin."""
+    values = [point[axis] for point in points]
     low, high = min(values), max(values)
-    more = max(0.06 * (high - low) or 0.1 * abs(high) or 1, (span - high + low) / 2)
+    more = 0.06 * (high - low) or 0.1 * abs(high) or 1
     return low - more, high + more
 
 
@@ -64,9 +63,9 @@ def legend(labels):
     return parts, y + 8
 
 
-def draw_panel(panel, labels, box, ends, numbered):
+def draw_panel(panel, labels, box, ends):
     """Return a panel. box: left, top, right and bottom of its axes in pixels. ends: the first and
-    the last value of each axis. numbered: whether the y axis has numbers."""
+    the last value of each axis."""
     left, top, right, bottom = box
     (x0, x1), (y0, y1) = ends
 
@@ -81,15 +80,13 @@ def draw_panel(panel, labels, box, ends, numbered):
                   text(x_of(x), bottom + 25, f"{x:.9g}")]
     for y in round_values(y0, y1, 8):
         parts.append(f'<path class="grid" d="M{left:.1f} {y_of(y):.1f}H{right:.1f}"/>')
-        parts += [text(left - 8, y_of(y) + 6, f"{y:.9g}", anchor="end")] * numbered
+        parts.append(text(left - 8, y_of(y) + 6, f"{y:.9g}", anchor="end"))
     for label, kind, points in panel["series"]:
         i = labels.index(label)
-        places = [(x_of(x), y_of(y)) for x, y, *_ in points]
+        places = [(x_of(x), y_of(y)) for x, y in points]
         if kind == "line":
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
             parts.append(f'<polyline class="line c{i % len(LIGHT)}" points="{path}"/>')
-        parts += [f'<path class="line c{i % len(LIGHT)}" d="M{x_of(x):.1f} {y_of(y - std):.1f}V'
-                  f'{y_of(y + std):.1f}"/>' for x, y, std in (p for p in points if len(p) == 3)]
         size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
         every = max(1, len(places) // 20) if kind == "line" else 1     # more would cover the line
         marked = places[(len(places) - 1) % every::every]              # the last is always marked
@@ -97,28 +94,21 @@ def draw_panel(panel, labels, box, ends, numbered):
     return parts
 
 
-def draw(path, panels, alike="", per_row=3):
+def draw(path, panels, per_row=3):
     """Write panels to an SVG file, below a legend. A panel is a dict: `title`, which says what y
     is; `x`, the name of its axis ("": no numbers); `series`, a list of (label, kind, points). The
-    kind is "line", "dot" or "mean" (a large dot). A point is (x, y) or, with a bar, (x, y, std).
-    alike: "y" gives all panels one y axis; with "scale", a unit is equally long in all."""
+    kind is "line", "dot" or "mean" (a large dot). A point is (x, y)."""
     labels = [*dict.fromkeys(label for panel in panels for label, *_ in panel["series"])]
     points = [sum((found for *_, found in panel["series"]), []) for panel in panels]
     ends = [[limits(found, axis) for axis in (0, 1)] for found in points]
-    if alike == "y":
-        ends = [[x_ends, limits(sum(points, []), 1)] for x_ends, _ in ends]
-    elif alike == "scale":
-        spans = [max(high - low for low, high in pairs) for pairs in zip(*ends)]
-        ends = [[limits(found, axis, spans[axis]) for axis in (0, 1)] for found in points]
     parts, y = legend(labels)
     for start in range(0, len(panels), per_row):
         row, left = panels[start:start + per_row], 0.0
-        margins = [LEFT] + [0 if alike == "y" else LEFT] * (len(row) - 1)
-        width, top = (WIDTH - sum(margins)) / len(row) - GAP, y + 40
+        width, top = WIDTH / len(row) - LEFT - GAP, y + 40
         names = {panel["x"] for panel in row}              # one name for the row, if all have it
-        for panel, margin, its_ends in zip(row, margins, ends[start:]):
-            box = left + margin, top, left + margin + width, top + HEIGHT
-            parts += draw_panel(panel, labels, box, its_ends, margin > 0)
+        for panel, its_ends in zip(row, ends[start:]):
+            box = left + LEFT, top, left + LEFT + width, top + HEIGHT
+            parts += draw_panel(panel, labels, box, its_ends)
             if len(names) > 1:
                 parts.append(text((box[0] + box[2]) / 2, top + HEIGHT + 54, panel["x"]))
             left = box[2] + GAP
@@ -129,3 +119,11 @@ def draw(path, panels, alike="", per_row=3):
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {y + 6}">',
         f'<style>{STYLE}</style><rect class="back" width="100%" height="100%" rx="6"/>',
         *parts, "</svg>\n"]), encoding="utf-8")
+
+
+def as_table(rows):
+    """Format rows, dicts with the same keys, as aligned columns."""
+    rows = [rows[0].keys(), *(row.values() for row in rows)]
+    rows = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)

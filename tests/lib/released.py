@@ -1,4 +1,45 @@
-"""Our models with the parameter names of the released checkpoints, e.g. for timm."""
+"""Models from checkpoints, ours or released ones, and our models with released names, for timm."""
+
+import argparse
+from pathlib import Path
+
+from train import load_model, read_checkpoint
+from vit import require
+
+NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
+                     help="whether a released file's targets were normalised; default: its name "
+                          "says so")
+
+
+def load_any(source, norm_pix_loss=None):
+    """Return the model of a checkpoint, ours or a released one, in eval mode. `source` is a path or
+    what train.read_checkpoint returns. norm_pix_loss says whether a released file's targets were
+    normalised; by default, its name does."""
+    content = source if isinstance(source, dict) else read_checkpoint(source)
+    if content["method"] is None:
+        content = with_decoder(content, norm_pix_loss)
+    return load_model(content)
+
+
+def with_decoder(content, norm_pix_loss=None):
+    """Return a released checkpoint with its method, MAE or CrossMAE, and all constructor arguments.
+    The file does not have the number of the decoder's heads, which is 16 in all released models."""
+    state, path = content["model"], content["path"]
+    require("decoder_pred.weight" in state, f"{path} has no decoder: use it only for features")
+    depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
+    is_cross = any("cross_attn" in name for name in state)
+    if norm_pix_loss is None:                              # see tests/docs/REFERENCE.md
+        norm_pix_loss = is_cross or "full" in Path(path).name
+        require(norm_pix_loss or "visualize" in Path(path).name, f"{path}: were its targets "
+                f"normalised? Pass --norm_pix_loss or --no-norm_pix_loss")
+    config = {name: value for name, value in content["config"].items() if name != "extra_tokens"}
+    config.update(norm_pix_loss=norm_pix_loss, decoder_dim=state["decoder_pos_embed"].shape[2],
+                  decoder_depth=depth, decoder_heads=16)
+    if is_cross:
+        maps = state["wfm.linear.weight"].shape[1] if "wfm.linear.weight" in state else 0
+        config.update(feature_maps="all" if maps else "last", include_input=maps > config["depth"],
+                      self_attention=any("self_attn" in name for name in state))
+    return {**content, "method": "crossmae" if is_cross else "mae", "config": config}
 
 
 def to_released(model):

@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+from collections import namedtuple
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 import finetune
 import train
+from tests import evaluate
 from vit import InputError, pair
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,18 +50,22 @@ def settings(**more):
     flags = parsed("train.py", "--crop 1 --no-flip --batch_size 64".split())
     run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6,
                        pairs=None)
-    return train.frozen(**{**run._asdict(), **more})
+    values = {**run._asdict(), **more}
+    return namedtuple("Settings", values)(**values)
 
 
 def parsed(script, words):
     """Return the flags of `python train.py ...` or finetune.py: nothing runs."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in ((train, "pretrain compare"),
+        for module, names in ((train, "pretrain"), (evaluate, "compare"),
                               (finetune, "finetune nearest_neighbours evaluate_checkpoint")):
             for name in names.split():
                 patch.setattr(module, name, seen.append)
-        {"train.py": train, "finetune.py": finetune}[script].main(words)
+        if script == "-m":                                 # tests.evaluate
+            evaluate.main(words[1:])
+        else:
+            {"train.py": train, "finetune.py": finetune}[script].main(words)
     return seen[0]
 
 
@@ -117,11 +123,13 @@ def refused(capsys):
     what is printed."""
     def run(main, words, *parts):
         capsys.readouterr()
-        with pytest.raises(InputError) as stop:
+        with pytest.raises((InputError, SystemExit)) as stop:
             main(words)
-        line = str(stop.value)
-        assert "\n" not in line and [part for part in parts if part not in line] == [], line
-        return "".join(capsys.readouterr())
+        out, err = capsys.readouterr()
+        # argparse has printed its line; of a worker's traceback, shell prints the last line
+        line = (err if stop.type is SystemExit else str(stop.value)).strip().splitlines()[-1]
+        assert [part for part in parts if part not in line] == [], line
+        return out + err
     return run
 
 
@@ -192,13 +200,13 @@ def together(*words, processes=2, work=script):
 @contextmanager
 def stopping_after_two(monkeypatch):
     """Stop the run inside once it has saved its second epoch."""
-    save = train.save
-    def save_and_stop(path, content):
-        save(path, content)
-        if content["epoch"] == 2:
+    save = train.save_run
+    def save_and_stop(task, optimizer, scaler, history, columns):
+        save(task, optimizer, scaler, history, columns)
+        if history[-1]["epoch"] == 2:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "save", save_and_stop)
+        patch.setattr(train, "save_run", save_and_stop)
         yield
 
 

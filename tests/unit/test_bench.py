@@ -7,7 +7,8 @@ import torch
 
 from tests import bench
 from tests.unit.conftest import FIVE
-from train import METHODS, as_table
+from tests.lib.plot import as_table
+from train import METHODS
 from vit import SIZES
 
 

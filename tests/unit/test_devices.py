@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-import train
+from tests import evaluate
 from tests import analyses, bench
 from tests.unit.conftest import GPU
 from tests.unit.test_methods import BASE, flags
@@ -57,8 +57,8 @@ def test_evaluating(pretrain, capsys):
     for name in METHODS:
         teacher = ["--teacher", "runs/mae"] if name == "imae" else []
         pretrain("--method", name, *teacher, name=name, own=flags(BASE[name]))
-    words = ["--mask_ratios", "0.75", "--eval", *(f"runs/{name}/last.pt" for name in METHODS)]
-    numbers = [[value for row in train.main([*words, "--device", device]) for value in row.values()
+    words = [*(f"runs/{name}/last.pt" for name in METHODS), "--mask_ratios", "0.75", "--device"]
+    numbers = [[value for row in evaluate.main([*words, device]) for value in row.values()
                 if isinstance(value, float)] for device in ("cpu", "cuda")]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-2)
     capsys.readouterr()

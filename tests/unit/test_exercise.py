@@ -222,9 +222,9 @@ def test_whatever_the_file_does(repository, tmp_path, capsys, monkeypatch):
             ("import os; os._exit(0)", "ends the process (exit code 0)"),
             ("return masking(noise, mask_ratio)", "RecursionError"),
             ("return noise +", "cannot be imported"),
-            ("while True: pass", "takes more than 3 seconds"),
+            ("while True: pass", "takes more than 1 seconds"),
             (f"print('K is 9')\n{right}", "is right\n  It printed:\n  K is 9\n")):
-        monkeypatch.setattr(exercise, "SECONDS", 3 if "while" in body else 60)
+        monkeypatch.setattr(exercise, "SECONDS", 1 if "while" in body else 60)
         write(tmp_path, name, body)
         code, said = main(["--check", name]), capsys.readouterr().out
         assert said.startswith(name) and part in said, said
@@ -244,8 +244,7 @@ def test_checks_start_where_nothing_can_fork(capsys, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="TASKS.md's commands are for a Unix shell")
 def test_handout(repository, tmp_path):
     """A copy has no solution: neither in a body, nor in a file or change that is not committed.
-    With right solutions, written differently, the commands in TASKS.md pass. If one is wrong,
-    pytest fails."""
+    With right solutions, written differently, the commands in TASKS.md pass."""
     (tmp_path / "solutions.py").write_text("mine")
     folder = tmp_path / "class"
     assert main(["--handout", str(folder), *SOLUTIONS]) == 0
@@ -261,13 +260,10 @@ def test_handout(repository, tmp_path):
     page = (folder / "TASKS.md").read_text(encoding="utf-8")
     assert all(f"--check {name}`" in page for name in SOLUTIONS)
 
-    def passes(tool, *more):
+    def passes(tool):
         """Return whether the page's command passes."""
         words = re.search(rf"`python (-m {tool}.*?)`", page)[1].split()
-        return not subprocess.run([sys.executable, *words, *more], cwd=folder).returncode
+        return not subprocess.run([sys.executable, *words], cwd=folder).returncode
     for name, (body, _) in SOLUTIONS.items():
         write(folder, name, body)
     assert passes("tests.exercise") and passes("pytest")
-    right = SOLUTIONS["vit.masking"][0]
-    write(folder, "vit.masking", right.replace("noise.argsort", "(-noise).argsort"))
-    assert not passes("pytest", "-x")

@@ -1,7 +1,5 @@
 """Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
 
-import math
-import re
 import shutil
 from pathlib import Path
 
@@ -123,10 +121,6 @@ def test_finetuning_and_probing_learn(tune, folder):
     content, row = tune("--epochs", "8", "--lr", "5e-3", "--crop", "1")
     assert row["top1"] == 100 and "top5" not in row        # of two classes
     assert content["history"][0].keys() >= {"top1", "loss", "lr", "img_s", "wait"}
-    weights = {name: x * math.nan for name, x in content["model"].items()}
-    torch.save({**content, "model": weights}, "nan.pt")
-    with pytest.raises(ValueError, match="not finite"):
-        finetune.main("--mode eval --checkpoint nan.pt --workers 0")
     model = train.load_model("runs/tuned/last.pt", {"classifier": Classifier})
     assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), HERE)[1]
@@ -177,7 +171,7 @@ def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
         assert {*kinds} == {torch.float32}
         kinds.clear()
         said = capsys.readouterr().out
-        assert f"on {4 if 'bf16' in more else 11} images of " in said and "largest class" in said
+        assert f"on {4 if 'bf16' in more else 11} images of " in said
     assert sorted(Path().rglob("*")) == before
 
 
@@ -244,7 +238,6 @@ def test_few_labels(tune, tmp_path, capsys, spy):
     tune("--mode", "knn", *words, "--eval_images", "4", "--pool", "token", "--k", "8")
     said = capsys.readouterr().out
     assert "on 4 images" in said and "7 neighbours out of 7" in said
-    assert re.search(r"largest class (50|75)\.00 %, by", said)         # of the four
 
 
 def test_flags_do_something(tune):
@@ -335,13 +328,11 @@ def test_released_checkpoints(tmp_path, monkeypatch):
     ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
 def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
-    """A resumed run continues all random numbers, in workers and in the process itself. It does not
-    need the file of --checkpoint."""
+    """A resumed run continues all random numbers, in workers and in the process itself."""
     words = ["--mode", mode, "--epochs", "3", *words.split()]
     straight, _ = tune(*words, name="straight")
     with stopping_after_two(monkeypatch):
         tune(*words, "--patch_size", "4", name="stopped")  # as the encoder has it
-    shutil.rmtree("runs/mae")
     resumed, _ = tune(*words, "--resume", name="stopped")
     assert same(straight["model"], resumed["model"]) and straight["scaler"] == resumed["scaler"]
 

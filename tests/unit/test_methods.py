@@ -119,11 +119,6 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
 @cases
 def test_on_a_gpu_that_does_not_exist(name, options):
     """On fake tensors, everything is on one device, and nothing waits for a value."""
-    try:
-        with FakeTensorMode():
-            torch.zeros(2, device="cuda")[torch.zeros(1, dtype=torch.long, device="cuda")]
-    except RuntimeError:                                   # torch 2.6
-        pytest.skip("this torch cannot index fake tensors on a GPU without its driver")
     model = build(name, **options)
     images, noise = inputs_of(model)
     inputs = [images, noise, *extra_inputs(model, images, alpha=torch.rand(3))]
@@ -585,7 +580,7 @@ def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(name, depth=1, **options)
     net = train.wrap(model, settings(grad_checkpointing=checkpointing, compile=True), HERE)
-    torch._dynamo.utils.counters.clear()                   # of what wrap has tried
+    torch._dynamo.utils.counters.clear()
     for seed in range(3):
         images, noise = (x.roll(seed, 1) for x in images_and_noise())
         pairs = (images.roll(1, 0), torch.tensor(0.2 + 0.2 * seed)) if name == "imae" else ()

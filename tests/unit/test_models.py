@@ -7,6 +7,7 @@ import torch
 
 import finetune
 import train
+from tests import evaluate
 from tests.unit.conftest import FIVE, ROOT
 from train import METHODS
 from vit import SIZES
@@ -30,9 +31,9 @@ def test_trained_model(name, psnr, top1, top5, monkeypatch):
     assert content["config"].items() >= {**defaults, **size}.items()
     assert path.stat().st_size < (12e6 if name == "tiny" else 1.2e6)
     assert all(x.dtype == torch.float16 and x.isfinite().all() for x in content["model"].values())
-    monkeypatch.setattr(train, "save_picture", lambda *_: None)        # writes no files
+    monkeypatch.setattr(evaluate, "save_picture", lambda *_: None)     # writes no files
     shown = ["--data", "shapes", "--eval_images", "100", "--workers", "0"]
-    row, = train.main(["--eval", str(path), "--mask_ratios", "0.75", *shown])
+    row, = evaluate.main([str(path), "--mask_ratios", "0.75", *shown])
     assert row["psnr_masked"] == pytest.approx(float(psnr), abs=0.02)
     row = finetune.main(["--checkpoint", str(path), "--mode", "knn", "--train_images", "500",
                          *shown])

@@ -12,6 +12,7 @@ from torchvision import datasets
 
 import finetune
 import train
+from tests import evaluate
 from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, write_pictures
 from vit import normalize
 
@@ -51,23 +52,9 @@ def test_python(pretrain, folder, monkeypatch):
     assert torch.allclose(names["features"]["0.jpg"], tokens[0, 1:].mean(0), atol=1e-5)
     assert names["scores"]["epoch"] == 1 and names["scores"]["psnr_masked"] > 5
     assert names["name"] in ("a", "b") and names["photo"].shape == (3, 16, 16)
-    rows = train.main(["--eval", "own.pt", *words[:2], "--mask_ratios", "0.75"])
+    rows = evaluate.main(["own.pt", *words[:2], "--mask_ratios", "0.75"])
     assert len(rows) == 1 and rows[0]["psnr_masked"] > 5
     finetune.main(["--checkpoint", "own.pt", *words])
-
-
-def test_held_out_images(tmp_path, monkeypatch):
-    """RECIPE.md's Python writes each class's images as files, every tenth of them to val/."""
-    monkeypatch.chdir(tmp_path)
-    pictures = datasets.FakeData(40, (3, 32, 32), 2)
-    pictures.classes = ["a", "b"]
-    monkeypatch.setattr(datasets, "CIFAR10", lambda root, download: pictures)
-    exec(*python("RECIPE.md"), {})
-    labels = [int(label) for _, label in pictures]
-    for i, name in enumerate(pictures.classes):
-        files = [f"{n:04}.jpg" for n in range(labels.count(i))]
-        assert sorted(x.name for x in Path("held/val", name).glob("*")) == files[9::10] != []
-        assert sorted(x.name for x in Path("held").glob(f"*/{name}/*")) == files
 
 
 def test_forks(pretrain, monkeypatch):
@@ -86,7 +73,7 @@ def test_forks(pretrain, monkeypatch):
         run = pretrain("--method", "fork", *(data or []), "--overwrite", name="fork", own=DECODER)
         assert run["history"][-1]["loss"] > 0
         if cls[0].reconstruct:
-            assert train.main(["--eval", "runs/fork", "--mask_ratios", "0.75"])
+            assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
     model = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2)
     images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[3, 1], [0, 2]])        # ids: (B, K)
     maps = model.encoder.feature_maps(model.encoder.embed(images, ids))
@@ -128,7 +115,7 @@ def test_commands_of_the_readme():
     for script, *words in commands(ROOT / "README.md"):
         assert {*re.findall(r"runs/(\w+)/last.pt", " ".join(words))} <= runs
         args = parsed(script, words)
-        if script == "train.py" and not args.eval:
+        if script == "train.py":
             name = args.name or f"{args.method}_{train.name_of(args.data or 'shapes')}"
             assert name not in runs, f"two runs are called {name}"
             runs.add(name)
@@ -167,8 +154,8 @@ def test_the_papers_tables_as_flags():
                 command = line
                 continue
             row, numbers = re.fullmatch(                   # table, flags, (numbers), # comment
-                r".{14}(--[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
-            row = f"train.py {row}" if row.startswith("--eval") else f"{command} {row}"
+                r".{14}(--?[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
+            row = row if row.startswith("-m tests.evaluate") else f"{command} {row}"
             more = [re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x]
             for script, *words in map(str.split, [row, *more]):
                 parsed(script, words)

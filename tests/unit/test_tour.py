@@ -18,7 +18,6 @@ import torchvision
 
 import finetune
 import train
-import vit
 from crossmae import CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE
@@ -142,8 +141,6 @@ def runs():
         if cls is MAE:
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes
             yield lambda: analyses.decoder_attention(model, images), model, sizes
-            measure = patch.object(vit, "visible_count", lambda *_: 31)(analyses.measure_pixels)
-            yield lambda: measure(model, images, noise), model, sizes   # always the same K
         elif cls is IMAE:
             yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes
             yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes
