@@ -232,18 +232,18 @@ class ViT(nn.Module):
 
     def mask(self, images, noise, mask_ratio):
         """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
-        `noise` (B,L) is random by default. A bool `noise` is used as the mask, True = masked.
-        Raises ValueError if its shape is not (B,L), or if a bool mask does not leave K visible."""
+        `noise` (B,L) is random by default. A bool `noise` is the mask itself, True = masked, whose
+        rows mask equally many patches; mask_ratio is then not used. Otherwise raises ValueError."""
         B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
             raise ValueError(f"noise has shape {tuple(noise.shape)}, but must have {(B, L)}")
         if noise.dtype == torch.bool:
-            visible, K = (~noise).sum(dim=1), visible_count(L, mask_ratio)
-            if (visible != K).any():
-                raise ValueError(f"the mask leaves {visible[visible != K][0]} of {L} patches "
-                                 f"visible, but mask_ratio {mask_ratio} requires {K}")
+            masked = noise.sum(dim=1)                                  # (B,)
+            if (masked != masked[0]).any():
+                raise ValueError(f"all images must have equally many masked patches, not {masked}")
+            mask_ratio = (masked[0].item() - 0.5) / L      # visible_count rounds the rest down
         return masking(noise.float(), mask_ratio)                      # (B, K), (B, L-K), (B, L)
 
     def embed(self, images, ids_keep=None):

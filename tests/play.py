@@ -72,19 +72,19 @@ def run(model, images, mask, alpha=0.3, scale=1, leak_free=False):
     (1,3,H,W) in [0, 1], and the time in ms. A model that unmixes gets a mixture of two images and
     predicts both. Other models get the first image. One that renders enlarges it `scale` times."""
     images, mask = [normalize(x[None], model) for x in images], torch.tensor([mask])   # (1, L)
-    # half a patch more, so that rounding does not change the number of visible patches
-    how, began = (mask, 1 - ((~mask).sum().item() + 0.5) / mask.numel()), perf_counter()
+    began = perf_counter()
     if len(images) > 1 and hasattr(model, "unmix"):
         seen, truths = model.mix_images(*images, alpha)
-        preds, _ = model.unmix(*images, alpha, *how, leak_free)        # subordinate, dominant
+        # subordinate, dominant
+        preds, _ = model.unmix(*images, alpha, mask, leak_free=leak_free)
         if alpha > 0.5:                                    # the first image comes first
             preds, truths = preds[::-1], truths[::-1]
     else:
         seen, truths = images[0], images[:1]
         if scale > 1 and hasattr(model, "render"):
-            preds = [model.render(seen, [scale * side for side in seen.shape[2:]], *how)]
+            preds = [model.render(seen, [scale * side for side in seen.shape[2:]], mask)]
         else:
-            preds = [model.reconstruct(seen, *how, leak_free)[0]]
+            preds = [model.reconstruct(seen, mask, leak_free=leak_free)[0]]
     ms = 1000 * (perf_counter() - began)
     return *([denormalize(x, model) for x in xs] for xs in (preds, truths, [seen])), ms
 

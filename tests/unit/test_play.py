@@ -71,14 +71,9 @@ def random_mask(n, L=64):
     return torch.randperm(L, generator=torch.Generator().manual_seed(0)) >= n
 
 
-def how(mask):
-    """Return the mask as (1,L) and the mask ratio, for reconstruct."""
-    return mask[None], 1 - ((~mask).sum().item() + 0.5) / len(mask)
-
-
 def predicted(model, mask):
     """Return what a model predicts of IMAGE, in [0, 1], and its masked pixels (H,W)."""
-    pred, own = model.reconstruct(normalize(IMAGE[None], model), *how(mask))
+    pred, own = model.reconstruct(normalize(IMAGE[None], model), mask[None])
     return denormalize(pred, model)[0], model.encoder.pixels_of(own)[0, 0] > 0
 
 
@@ -123,7 +118,7 @@ def test_mixtures(alpha):
                                              alpha=alpha)
     assert all(near(shown, predicted(x, mask)[0]) for x, _, (shown,) in others)
     inputs = (normalize(x[None], model) for x in (IMAGE, PARTNER))
-    preds, _ = model.unmix(*inputs, alpha, *how(mask))
+    preds, _ = model.unmix(*inputs, alpha, mask[None])
     for a, b in zip(pictures, preds if alpha <= 0.5 else preds[::-1], strict=True):
         assert near(a, denormalize(b, model)[0])
     seen = torch.where(predicted(model, mask)[1], 0.5, mix)
@@ -142,7 +137,7 @@ def test_options():
     image = IMAGE[:, :16, :16]
     for leak_free in (False, True):
         made = play.predict(model, [image], mask.tolist(), 0, "decoded", leak_free=leak_free)
-        pred, _ = model.reconstruct(normalize(image[None], model), *how(mask), leak_free)
+        pred, _ = model.reconstruct(normalize(image[None], model), mask[None], leak_free=leak_free)
         assert near(pixels(made["urls"][1]), denormalize(pred, model)[0])
     assert play.describe("a.pt", model)["normalized"]
 

@@ -139,6 +139,8 @@ def runs():
             yield lambda: model.reconstruct(images, noise), model, sizes
         model, sizes = cls(**SIZES, **cases[0]), dict(B=B, **cases[0])
         if cls is MAE:
+            own = noise.argsort(1).argsort(1) >= 31                     # a mask with K = 31
+            yield lambda: model.encoder.mask(images, own, None), model, sizes
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes
             yield lambda: analyses.decoder_attention(model, images), model, sizes
         elif cls is IMAE:
