@@ -2,7 +2,6 @@
 
     python -m tests.tour mae                           # our trained model, one of our images
     python -m tests.tour mae --checkpoint runs/mae_shapes/last.pt --image photo.jpg
-    python -m tests.tour train                         # one training step, including the optimizer
 
 The page, tour_METHOD.html, shows the code that ran: docstrings and comments are on the left, shapes
 and pictures of what each line made on the right. Click a line with a triangle to open the functions
@@ -18,18 +17,15 @@ import re
 import sys
 import textwrap
 from base64 import b64encode
-from contextlib import redirect_stdout
 from html import escape
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from string import Template
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from torchvision.transforms.v2.functional import to_pil_image
 
-import train
 from tests.lib.masks import copy_visible, fixed_noise
 from tests.lib.released import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
@@ -352,7 +348,6 @@ def cells(s, first, i, steps, known, model):
     for name in re.findall(r"\bself\.(\w+)\b(?!\()", s.code if i == s.last else ""):
         if isinstance(options.get(name), (bool, int, float, str)):
             words.append(f"{name} = {options[name]}")
-    words += [step.notes for step in steps[-1:]]
     drawn = getattr(steps[-1], "drawn", "") if steps else ""
     return row(s.path, left, first, i, notes, f"<b>{escape(letters) * bool(steps)}</b> "
                f"{escape(', '.join(filter(None, words)))}<div>"
@@ -414,17 +409,15 @@ def link(svg, html, file):
     return re.sub(r'<text class="code"[^>]*>(\w+).*?</text>', lead, svg)
 
 
-def page(text, about, known, strip, call, model, more=""):
+def page(text, about, known, strip, call, model):
     """Return the whole page: the method's diagram, the file's docstring `text`, a line `about` the
-    run, the letters' numbers {letter: n}, a strip of captioned images, a traced call, and `more`
-    HTML below it."""
-    file, diagram, paper = Path(call.path), "", ""
-    lines = once(section(call, model) + more)
+    run, the letters' numbers {letter: n}, a strip of captioned images, and a traced call."""
+    file, diagram = Path(call.path), ""
+    lines = once(section(call, model))
     drawn = ROOT / f".github/diagram_{type(model).__module__}.svg"
     if drawn.exists() and file.stem == type(model).__module__:
         diagram = link(drawn.read_text(encoding="utf-8"), lines, file.name)
-    if file.stem != "train":
-        paper = paper_table(type(model), lines)
+    paper = paper_table(type(model), lines)
     for name, i in {*re.findall(r'href="#([\w.]+)-(\d+)"', diagram + paper)}:
         lines = re.sub(rf'<i (?=title="{name}"> *{i}<)', f'<i id="{name}-{i}" ', lines, count=1)
     title, _, idea = text.replace("`", "").partition("\n")
@@ -542,41 +535,12 @@ def tour_method(args):
     return text, about, explained(sizes, docs), strip, calls[0], model
 
 
-def tour_train(args):
-    """Return the arguments of `page` for a training step on eight images: train_step, and below it
-    fit, which calls it."""
-    require(not args.checkpoint and not args.image, "train takes no --checkpoint and no --image")
-    words = ("--epochs 1 --warmup_epochs 0 --train_images 8 --eval_images 8 --batch_size 8 "
-             "--device cpu --workers 0 --runs").split()
-    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-        calls = trace(lambda: train.main([*words, folder]),
-                      [ROOT / "train.py", ROOT / "vit.py", ROOT / "mae.py"])
-    fit, = [call for call in flatten(calls) if call.function == "fit"]
-    outer, = [step for step in fit.steps for call in step.calls if call.function == "train_step"]
-    call, = outer.calls
-    outer.calls = []                                       # shown above it
-    forward = next(inner for inner in flatten([call]) if inner.function == "forward")
-    model, images, noise = (forward.inputs[name] for name in ("self", "images", "noise"))
-    with torch.no_grad():
-        loss = model(images, noise)[0]
-    for step in call.steps:
-        if "changes" in step.notes:
-            step.notes += f"; then, the loss of the same batch and masks is {loss:.4g}"
-    more = ("<details><summary>▸ fit: the loops over epochs and steps, where train_step is "
-            f"called</summary>{section(fit, model)}</details>")
-    about = f"Options: {' '.join(words[:-1])}."
-    list(draw_attention(call, model.encoder))              # gives steps their pictures
-    known = explained({"B": 8, **letters(model)}, [sys.modules["mae"].__doc__])
-    return train.__doc__, about, known, "", call, model, more
-
-
 def main(argv=None):
     """Run `python -m tests.tour` with the arguments `argv`."""
     parser = argparse.ArgumentParser("tour", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("method", choices=[*METHODS, "train"], help="train takes only --out",
-           metavar=f"METHOD ({', '.join(METHODS)} or train)")
+    option("method", choices=METHODS)
     option("--checkpoint", metavar="FILE",
            help="from train.py, or a released one with a decoder (tests/models/METHOD.pt)")
     option("--norm_pix_loss", **NORM_PIX_LOSS)
@@ -585,8 +549,7 @@ def main(argv=None):
     option("--out", metavar="FILE", help="the page (tour_METHOD.html)")
     args = parser.parse_args(argv)
     out = Path(args.out or f"tour_{args.method}.html")
-    found = (tour_train if args.method == "train" else tour_method)(args)
-    out.write_text(page(*found), encoding="utf-8")
+    out.write_text(page(*tour_method(args)), encoding="utf-8")
     print(f"see     {out}: open it in a browser")
 
 

@@ -75,9 +75,9 @@ def trace(work, paths):
     """Run work() and return the calls of functions in the files `paths`. A call has `function` (its
     name), `path`, `inputs` (its arguments, {name: value}) and `steps`. A step has `statement`,
     `values` (what it assigned, appended, returned or yielded), `made` (the tensors in each value),
-    `parts` {line: value}, `names` (the variables after it, {name: value}), `calls` (the calls
-    inside it) and `notes` (what it did to a model's weights, as text)."""
-    paths, outside, weights = {str(path) for path in paths}, SimpleNamespace(calls=[]), {}
+    `parts` {line: value}, `names` (the variables after it, {name: value}) and `calls` (the calls
+    inside it)."""
+    paths, outside = {str(path) for path in paths}, SimpleNamespace(calls=[])
     running = [SimpleNamespace(step=outside)]
 
     def enter(frame, event, arg):
@@ -102,7 +102,6 @@ def trace(work, paths):
                 call.step.values = [value_of(x, frame) for x in now.targets] or [arg]
                 call.step.made = [tensors(value) for value in call.step.values]
                 call.step.names = dict(frame.f_locals)
-                call.step.notes = learned(now.code, frame.f_locals, weights)
                 call.steps.append(call.step)
             if statement is not now:
                 parts = {i: value_of(x, frame) for i, x in statement.parts.items()}
@@ -121,22 +120,6 @@ def trace(work, paths):
     finally:
         sys.settrace(previous)
     return outside.calls
-
-
-def learned(code, variables, weights):
-    """Return as text what a line did to a model, if it did: the norms of each part's gradients, or
-    of its change since the backward pass. `weights` {name: value} are those before the change."""
-    model = next((x for x in variables.values() if isinstance(x, torch.nn.Module)), None)
-    found, parts = re.search(r"\.(backward|step)\(", code), {}
-    if model is None or not found:
-        return ""
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            x = p.grad if found[1] == "backward" else p.detach() - weights[name]
-            parts.setdefault(name.split(".")[0], []).append(x.norm())
-            weights[name] = p.detach().clone()
-    norms = ", ".join(f"{part} {torch.stack(x).norm():.2g}" for part, x in parts.items())
-    return f"norms of {'gradients' if found[1] == 'backward' else 'changes'}: {norms}"
 
 
 def flatten(calls):
