@@ -11,8 +11,7 @@ import train
 from tests import analyses
 from tests.analyses import (contributions, decoder_attention, draw_contributions,
                             draw_map_weights, draw_rendered, draw_unmixed, latents, main,
-                            psnr, ridge_r2, same_noise, separability,
-                            unmixed_psnr)
+                            psnr, ridge_r2, same_noise, separability)
 from tests.lib.masks import copy_visible, fixed_noise
 from tests.unit.conftest import HERE
 from tests.unit.test_methods import BASE, TEACHER, build, flags, images_and_noise
@@ -145,15 +144,6 @@ def test_separability_finds_what_exists():
     model.teacher["encoder"], model.teacher["decoder_embed"] = model.encoder, model.decoder_embed[0]
     row = [*separability(model, images[:200], val).values()][0][0]          # weights 0.05 and 0.95
     assert row["branch dominant"] > 0.9 > 0.3 > row["branch subordinate"]
-
-
-def test_latents_of_many_images():
-    """Each image is mixed with the one before it, also across the pieces of 250 images."""
-    model, images = build("imae", teacher=TEACHER, mask_ratio=0.5), images_and_noise(252)[0]
-    whole, end = (latents(model, x, 0.3, ["subordinate"])["mixed"] for x in (images, images[248:]))
-    assert whole.shape == (252, 13, 16) and torch.allclose(whole[249:], end[1:], atol=1e-5)
-    whole, end = (unmixed_psnr(model, x, 0.3)["dominant"] for x in (images, images[248:]))
-    assert whole.shape == (252,) and torch.allclose(whole[249:], end[1:], atol=1e-4)
 
 
 def test_unmixed():

@@ -40,17 +40,6 @@ def test_points_are_where_the_axes_say(tmp_path):
     assert [words for words, *_ in parts_of(tmp_path / "x.svg")[0]].count("time") == 1
 
 
-def test_a_long_line_has_a_mark_at_its_end(tmp_path):
-    """Of 50 points, every second is marked, and the last is among them."""
-    draw(tmp_path / "x.svg", [dict(title="y", x="x", series=[
-        ("one", "line", [(x, 70) for x in range(50)])])])
-    texts, marks = parts_of(tmp_path / "x.svg")
-    x_of = {words: x for words, x, _ in texts}
-    step = (x_of["40"] - x_of["0"]) / 40
-    assert [x for _, x, _ in marks[1:]] == pytest.approx(
-        [x_of["0"] + step * x for x in range(1, 50, 2)], abs=0.1)
-
-
 def test_curves_of_runs(tmp_path, monkeypatch, capsys):
     """A line goes through the rows that have a number. What a run lacks gets no line, and two runs
     with one name are told apart."""
