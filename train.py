@@ -261,7 +261,10 @@ def wrap(model, run, here):
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if run.compile:
         torch._dynamo.config.optimize_ddp = not run.grad_checkpointing
-        model = torch.compile(model, dynamic=False)
+        # CUDA graphs save small models the time of launching kernels. But they reuse memory, where
+        # a second piece of --accum would overwrite the first one's gradients
+        graphs = here.device.type == "cuda" and here.world == 1 and run.accum == 1
+        model = torch.compile(model, dynamic=False, mode="reduce-overhead" if graphs else None)
     return model
 
 

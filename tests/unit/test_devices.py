@@ -7,18 +7,18 @@ import warnings
 import pytest
 import torch
 
-from tests import evaluate
-from tests import analyses, bench
-from tests.unit.conftest import GPU
+from mae import MAE
+from tests import analyses, bench, evaluate
 from tests.unit.test_methods import BASE, flags
 from train import METHODS
 
-pytestmark = pytest.mark.skipif(not GPU, reason="no GPU is available")
-
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch):
+def waits(pytestconfig, monkeypatch):
     """Yield a list of the functions that were running when torch warned of a wait for the GPU."""
+    if not pytestconfig.has_gpu:
+        pytest.skip("no GPU is available")
+
     def note(message, *_):
         waits.extend(f.function for f in inspect.stack(0) if "synchroniz" in str(message))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -50,6 +50,36 @@ def test_training(words, pretrain, waits):
 def test_finetuning(words, tune, waits):
     assert tune(*words.split())[1]["top1"] > 0
     assert waits and not {"train_step", "draw", "inputs"} & {*waits}
+
+
+class Faded(MAE):
+    """A method with after_step, which changes weights in place, as a momentum teacher does."""
+
+    @torch.no_grad()
+    def after_step(self, progress):
+        self.mask_token.mul_(0.9)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "faded", "finetune"])
+def test_cuda_graphs(name, pretrain, tune, monkeypatch):
+    """Losses of 50 steps are those without CUDA graphs."""
+    monkeypatch.setitem(METHODS, "faded", Faded)
+    histories, compile_as = [], torch.compile
+    for mode in ("reduce-overhead", None):
+        modes = []
+
+        def compiled(model, **more):
+            modes.append(more["mode"])
+            return compile_as(model, **{**more, "mode": mode})
+        monkeypatch.setattr(torch, "compile", compiled)
+        words = ["--compile", "--epochs", "10", "--lr", "1e-3"]
+        if name == "finetune":
+            content, _ = tune(*words, "--drop_path", "0.5", name=f"{mode}")
+        else:
+            content = pretrain(*words, "--method", name, name=f"{mode}", own=flags(BASE[name]))
+        histories.append([row["loss"] for row in content["history"]])
+        assert modes == ["reduce-overhead"]
+    assert histories[0] == pytest.approx(histories[1], rel=1e-4)
 
 
 def test_evaluating(pretrain, capsys):

@@ -192,6 +192,9 @@ def test_noise_and_masks(name):
             call(images, wrong.bool())
         call(images, wrong)
     assert model.reconstruct(images, wrong)[1].sum(1).tolist() == [18] * 3, "18 of 24 are masked"
+    for n in range(1, 24):
+        own = noise.argsort(1).argsort(1) < n              # the n patches with the lowest noise
+        assert torch.equal(model.reconstruct(images, own)[1], own.float())
     assert model.reconstruct(images, mask_ratio=0.5)[1].sum(1).tolist() == [12] * 3, (
         "reconstruct must use its argument mask_ratio")
 
@@ -592,6 +595,20 @@ def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
         assert torch.allclose(*losses, atol=1e-6)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("device, world, accum, mode", [
+    ("cuda", 1, 1, "reduce-overhead"), ("cpu", 1, 1, None), ("cuda", 2, 1, None),
+    ("cuda", 1, 2, None)])
+def test_cuda_graphs(device, world, accum, mode, monkeypatch):
+    """--compile uses CUDA graphs only on a GPU, in one process and for whole batches. (On a GPU,
+    test_devices.py compares losses.)"""
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda model, **more: modes.append(more.get("mode")))
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
+    here = HERE._replace(device=torch.device(device), world=world)
+    train.wrap(build("mae"), settings(compile=True, accum=accum), here)
+    assert modes == [mode]
 
 
 def test_all_blocks_are_checkpointed(spy):
