@@ -256,10 +256,10 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=16384, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-# ours, chosen on micro; for images up to 64 pixels they replace parts of the above (is_low_res)
+# ours, chosen on micro; for images up to 64 pixels they replace parts of the above
 LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
-RECIPES = {  # for each mode: the recipe, and what replaces parts of it if train.is_low_res
+RECIPES = {  # for each mode: the recipe, and what replaces parts of it, see train.settle
     "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
     "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 8
 
@@ -272,13 +272,13 @@ def evaluate(score, val, here, img_size, most=None):
     ranks = (1, 5) if len(val.classes) > 5 else (1,)
     sums, n = {f"top{k}": 0 for k in ranks}, 0             # a process without images reports zeros
     for _, images, labels in train.val_batches(val, here, img_size, most):
-        with train.autocast(here):
+        with here.autocast():
             scores = score(images)                                     # (b, classes)
         right = scores.topk(min(5, scores.shape[1])).indices == labels.unsqueeze(1)  # (b, 5)
         for k in ranks:
             sums[f"top{k}"] += 100 * right[:, :k].sum()
         n += len(images)
-    return train.mean_over_processes(sums, n, here), None
+    return here.mean(sums, n), None
 
 
 def as_text(row, val, name, most):
@@ -297,7 +297,7 @@ def knn(model, data, k, here, temperature=0.07):
     torch.set_float32_matmul_precision("highest")          # TF32 would round the cosines
 
     def embed(images):
-        with train.autocast(here):
+        with here.autocast():
             features = model.features(normalize(images, model))
         return F.normalize(features.float(), dim=1)                    # (b, width)
 

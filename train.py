@@ -62,33 +62,35 @@ OPTIMIZERS = {  # functions of the parameter groups and a run's settings
 # --------------------------------------------------------------------------------------- training
 def pretrain(flags):
     """Train the model of --method on --data, and return the last row of log.jsonl."""
-    here = start_processes(flags)
+    here, start, fixed = start_processes(flags), {"method": None, "config": {}}, {}
     with open_run(flags, here, f"{flags.method}_{name_of(flags.data)}") as folder:
-        return fit(prepare(flags, here, folder))
+        if flags.init:                                     # sizes and weights are from here
+            start = read_checkpoint(flags.init, flags.heads)
+        if flags.teacher:
+            teacher = read_checkpoint(flags.teacher, flags.heads)
+            fixed["teacher"] = {x: teacher["config"][x] for x in ("dim", "depth", "heads")}
+        size = flags.img_size or start["config"].get("img_size")
+        train, val, img_size = open_data(flags.data, here, size, train_images=flags.train_images)
+        run, model = build(flags, here, img_size, len(train.labels), start, fixed, folder)
+        if flags.init:
+            initialize(model, start)
+        if flags.teacher:                                  # replaces one in the --init file
+            model.teacher.load_state_dict(teacher_of(teacher, run.config)[1])
+            print(f"teacher {flags.teacher}")
+        return fit(Pretraining(run, here, model, train, val))
 
 
-def prepare(flags, here, folder):
-    """Open the data, settle the run and build its model. Returns a Pretraining."""
-    cls, start, fixed = METHODS[flags.method], {"config": {}}, {}
-    if flags.init:                                         # sizes and weights are from here
-        start = read_checkpoint(flags.init, flags.heads)
-    if flags.teacher:
-        teacher = read_checkpoint(flags.teacher, flags.heads)
-        fixed["teacher"] = {x: teacher["config"][x] for x in ("dim", "depth", "heads")}
-    img_size = flags.img_size or start["config"].get("img_size")
-    train, val, img_size = open_data(flags.data, here, img_size, train_images=flags.train_images)
-    sizes = encoder_sizes(flags, img_size, {"in_chans": len(cls.mean), **start["config"]})
-    run = settle(flags, sizes, cls.recipe, {**cls.low_res_recipe, **cls.low_res_config},
-                 len(train.labels), cls.lr_scale, own=method_arguments(cls), fixed=fixed,
-                 folder=folder)
+def build(flags, here, img_size, images, start={"method": None, "config": {}}, fixed={},
+          folder=None):
+    """Settle a run of --method and build its model, with the sizes of the checkpoint `start` and,
+    if it is of the same method, its other arguments as defaults. Returns settings and model."""
+    cls, config = METHODS[flags.method], start["config"]
+    sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
+    run = settle(flags, sizes, cls.recipe, {**cls.low_res_recipe, **cls.low_res_config}, images,
+                 cls.lr_scale, own=method_arguments(cls), fixed=fixed, folder=folder,
+                 init=config if start["method"] == flags.method else {})
     torch.manual_seed(run.seed)
-    model = cls(**run.config).to(here.device)
-    if flags.init:
-        initialize(model, start)
-    if flags.teacher:                                      # replaces one in the --init file
-        model.teacher.load_state_dict(teacher_of(teacher, run.config)[1])
-        print(f"teacher {flags.teacher}")
-    return Pretraining(run, here, model, train, val)
+    return run, cls(**run.config).to(here.device)
 
 
 def fit(task):
@@ -111,8 +113,8 @@ def fit(task):
     for epoch in range(first + 1 if run.epochs or history else 0, run.epochs + 1):
         net.train()
         row, sums, waited, began = {"epoch": epoch}, {}, 0.0, time.perf_counter()
-        bar = progress(range(1, steps + 1) if epoch else (), f"epoch {epoch}/{run.epochs}", here,
-                       unit="img", unit_scale=run.batch_size)
+        bar = here.progress(range(1, steps + 1) if epoch else (), f"epoch {epoch}/{run.epochs}",
+                            unit="img", unit_scale=run.batch_size)
         for step in bar:
             asked = time.perf_counter()
             images, labels = next(batches)
@@ -137,7 +139,7 @@ def fit(task):
                 bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
         seconds = time.perf_counter() - began
         if epoch > 0:
-            row.update(lr=lr, **mean_over_processes(sums, steps, here),
+            row.update(lr=lr, **here.mean(sums, steps),
                        wait=round(waited / seconds, 3),
                        img_s=round(steps * run.batch_size / seconds, 1))
         due = epoch % run.eval_every == 0 or epoch == run.epochs
@@ -169,7 +171,7 @@ def train_step(net, optimizer, scaler, batch, seed, task):
         inputs = task.inputs(*piece)                       # a piece at a time: floats are large
         sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
-            with autocast(here):
+            with here.autocast():
                 loss, values = net(*inputs)
             scaler.scale(loss / run.accum).backward()
         for name, value in values.items():
@@ -211,7 +213,7 @@ class Pretraining:
         # noise decides the mask: in each image, the patches with the lowest noise stay visible
         noise = mask_noise(run.mask, run.batch_size, self.model.encoder.grid, here.device)
         alpha = [self.model.draw_alpha(here.device)] if self.pairs == "images" else []
-        return [halves[0], local_part(noise, here), *halves[1:], *alpha]
+        return [halves[0], here.part(noise), *halves[1:], *alpha]
 
     def inputs(self, *piece):
         """Return the model's arguments for a piece of the batch: its images are normalised."""
@@ -220,7 +222,7 @@ class Pretraining:
     def evaluate(self):
         """Return scores {name: value} and the columns of recon.png, or None for no picture."""
         return evaluate_psnr(self.model, self.val, self.here, self.run.mask,
-                             most=self.run.eval_images, leak_free=self.run.leak_free)
+                             most=self.run.eval_images)
 
 
 def draw_keys(task, epochs):
@@ -237,7 +239,7 @@ def draw_keys(task, epochs):
                 order, labels, run.same_class, g)
             keys.append(keys_of(partners, seed ^ 1))       # their crops differ
         for step in zip(*(x.split(run.batch_size) for x in keys)):
-            yield torch.cat([local_part(x, task.here) for x in step])
+            yield torch.cat([task.here.part(x) for x in step])
 
 
 def learning_rate(t, run):
@@ -284,21 +286,25 @@ def describe(task, steps):
 
 # --------------------------------------------------------------------------------------- settling
 def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every=1, own={},
-           fixed={}, **facts):
+           init={}, fixed={}, **facts):
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
     constructor's arguments: sizes, own and fixed. `images` is the number of training images.
 
     A setting is that of the last layer that has it, and `run.origin` says which: `own`, a method's
-    arguments ("default"); `recipe`, how to train; `low_res`, if is_low_res(sizes); the flags (for
-    sizes, see encoder_sizes). Without a flag, some are "derived" from other settings:
+    arguments ("default"); `recipe`, how to train; `low_res`, for images of up to 64 pixels, or if
+    the encoder is no wider than micro; `init`, what --init's file has of `own`; the flags. Some are
+    "derived" if no flag sets them:
         batch_size: at most a tenth of the images; then it is a power of two
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
-            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments
+            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
+            images are few, lr falls only with the square root of the batch size
         eval_every: so that a run has fewer than 100 validations
     """
-    small = low_res if is_low_res(sizes) else {}
-    usual = {"lr": None, **own, **recipe, **small}         # without flags
+    if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
+        low_res = {}
+    init = {name: init[name] for name in own if name in init}
+    usual = {"lr": None, **own, **recipe, **low_res, **init}           # without flags
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
     values = {**vars(flags), **usual, **chosen, **sizes, **facts, "images": images}
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
@@ -310,10 +316,12 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
         if "lr" not in chosen:
             if not usual["lr"] or "blr" in chosen:
                 values["lr"] = values["blr"] * values["batch_size"] / 256
+                if "batch_size" not in chosen:             # 1, unless the images are few
+                    values["lr"] *= (usual["batch_size"] / values["batch_size"]) ** 0.5
             values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
         if "eval_every" not in chosen:
             values["eval_every"] = max(1, values["epochs"] // 50, least_eval_every)
-    layers = {"default": own, "recipe": recipe, "low_res": small, "flags": chosen,
+    layers = {"default": own, "recipe": recipe, "low_res": low_res, "init": init, "flags": chosen,
               "derived": [name for name in {*usual} - {*chosen} if values[name] != usual[name]]}
     origin = {name: layer for layer, names in layers.items() for name in names if name in usual}
     values.update(config=config, origin=origin)
@@ -328,11 +336,6 @@ def encoder_sizes(flags, img_size, source):
     config = {**defaults, **source, **SIZES.get(flags.size, {})}
     given = {name: getattr(flags, name, None) for name in defaults}
     return {"img_size": img_size, **{name: given[name] or config[name] for name in defaults}}
-
-
-def is_low_res(sizes):
-    """Return whether images are at most 64 pixels large, or the encoder is no wider than micro."""
-    return max(sizes["img_size"]) <= 64 or sizes["dim"] <= SIZES["micro"]["dim"]
 
 
 def method_arguments(cls):
@@ -354,7 +357,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
         # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
-        with autocast(here):
+        with here.autocast():
             decoded, patches = model.reconstruct(normalize(images, model), noise.to(here.device),
                                                  mask_ratio, leak_free)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
@@ -370,7 +373,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
         n += len(images)
         columns = columns or {"original": truth[:8], "masked": grey[:8], "decoded": decoded[:8],
                               "completed": copied[:8]}
-    return mean_over_processes(sums, n, here), columns
+    return here.mean(sums, n), columns
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -433,7 +436,7 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
             data.transform = partial(center_crop, img_size=img_size)
             if small and 3 * len(data.labels) * math.prod(img_size) <= MEMORY:
                 keys = keys_of(torch.arange(len(data.labels))).split(PIECE)
-                loaded = progress(load_images(data, keys, here), "reading", here, total=len(keys))
+                loaded = here.progress(load_images(data, keys, here), "reading", total=len(keys))
                 images, labels = map(torch.cat, zip(*loaded))
                 datasets[i] = data = ImageDataset(images, labels.cpu(), data.classes)
         elif any(own > side for own, side in zip(data.images.shape[2:], img_size)):
@@ -455,7 +458,7 @@ def find_images(name, parts, here, img_size):
         for turn in range(here.world):                     # the first process on a disk downloads
             if turn == here.rank:
                 sets = [kind("data", train=part == "train", download=True) for part in parts]
-            gather(turn, here)                             # wait for it
+            here.gather(turn)                             # wait for it
         return [(torch.tensor(x.data).movedim(3, 1), x.targets, x.classes) for x in sets]
     if root.suffix == ".pt":
         return open_tensors(root, parts)
@@ -580,7 +583,7 @@ def val_batches(dataset, here, img_size, most=None):
     own = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
     batches = own.split(100) if len(own) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
-    for ids in progress(batches, "evaluating", here):
+    for ids in here.progress(batches, "evaluating"):
         images, labels = next(loaded)
         yield ids, v2.functional.resize(images, img_size), labels
 
@@ -588,7 +591,7 @@ def val_batches(dataset, here, img_size, most=None):
 def crop_batch(images, img_size, run, here):
     """Crop, resize and flip this process's in-memory images (b,C,H,W), each differently, as floats.
     Unlike crop_transform, stretches images to the aspect ratio of img_size, as in validation."""
-    draws = local_part(torch.rand(run.batch_size, 5, device=images.device), here)
+    draws = here.part(torch.rand(run.batch_size, 5, device=images.device))
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
     area = run.crop + (1 - run.crop) * area              # as a fraction of the image area
     # square root of the aspect ratio w / h, drawn from 3/4 to 4/3; 1 without a crop
@@ -677,7 +680,7 @@ def open_run(flags, here, name):
         with suppress(FileExistsError):                    # of runs that start at once, one goes on
             folder.mkdir(parents=True)
             created = True
-    require(any(gather(created, here)) or flags.resume or flags.overwrite, f"{folder} exists: "
+    require(any(here.gather(created)) or flags.resume or flags.overwrite, f"{folder} exists: "
             f"--resume continues this run, --overwrite replaces it, --name NAME starts another one")
     try:
         yield folder
@@ -718,7 +721,7 @@ def resume(task, optimizer, scaler):
     """Load the run's last.pt, and return the rows of its log, or [] if there is none. Raises
     InputError if the model, the data, the seed or the optimizer has changed."""
     run, path = task.run, task.run.folder / "last.pt"
-    found = gather(path.exists(), task.here)
+    found = task.here.gather(path.exists())
     require(all(found) or not any(found), f"not all processes find {path}: --runs must be on a "
                                           f"shared disk")
     if not found[0]:
@@ -809,7 +812,34 @@ def initialize(model, start):
     if tuple(start["mean"]) != tuple(model.mean):          # MINR's input is not normalised
         print(f"note    {start['path']} was trained with another mean and std of images")
 # -------------------------------------------------------------------------------------- processes
-Process = namedtuple("Process", "rank world device dtype workers")
+class Process(namedtuple("Process", "rank world device dtype workers")):
+    """This process, one of `world`: its device, precision, and number of workers."""
+
+    def autocast(self):
+        """Return the mixed-precision context set by --amp; it does nothing in float32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+    def part(self, batch):
+        """Return this process's part of `batch`, a tensor for the whole batch."""
+        return batch.chunk(self.world)[self.rank]
+
+    def gather(self, value):
+        """Return a list of the values that all processes have."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def mean(self, sums, n):
+        """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
+        *totals, n = map(sum, zip(*self.gather([*map(float, sums.values()), n])))
+        return {name: value / n for name, value in zip(sums, totals)}
+
+    def progress(self, items, title, **more):
+        """Return a progress bar over `items`. In a log file, it writes a line per minute."""
+        pause = 0.1 if sys.stderr.isatty() else 60
+        return tqdm(items, title, leave=False, mininterval=pause, delay=pause,
+                    disable=self.rank > 0, **more)
 
 
 def start_processes(flags):
@@ -834,37 +864,6 @@ def start_processes(flags):
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     return Process(rank, world, device, dtype, flags.workers)
-
-
-def autocast(here):
-    """Return the mixed-precision context set by --amp; it does nothing in float32."""
-    return torch.autocast(here.device.type, here.dtype, enabled=here.dtype is not torch.float32)
-
-
-def local_part(batch, here):
-    """Return this process's part of `batch`, a tensor for the whole batch."""
-    return batch.chunk(here.world)[here.rank]
-
-
-def gather(value, here):
-    """Return a list of the values that all processes have."""
-    values = [value] * here.world
-    if here.world > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def mean_over_processes(sums, n, here):
-    """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
-    *totals, n = map(sum, zip(*gather([*map(float, sums.values()), n], here)))
-    return {name: value / n for name, value in zip(sums, totals)}
-
-
-def progress(items, title, here, **more):
-    """Return a progress bar over `items`. In a log file, it writes a line per minute."""
-    pause = 0.1 if sys.stderr.isatty() else 60
-    return tqdm(items, title, leave=False, mininterval=pause, delay=pause, disable=here.rank > 0,
-                **more)
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -938,8 +937,7 @@ RECIPE = {
     "flip": (bool, "random horizontal flip")}
 PRETRAINING = {
     "init": (path, "checkpoint that initialises the encoder and, if it fits, the decoder"),
-    "mask": (("random", "grid", "block"), "pattern of the masks"),
-    "leak_free": (bool, "with norm_pix_loss, validate without the true patches' mean and variance")}
+    "mask": (("random", "grid", "block"), "pattern of the masks")}
 PAIRS = {
     "teacher": (path, "MAE checkpoint to distill from; default: none"),
     "same_class": (fraction, "fraction of pairs within one class; default: random pairs")}
@@ -948,7 +946,7 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
     workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))), amp="auto",
     seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False, resume=False,
-    overwrite=False, min_lr=0.0, mask="random", leak_free=False, teacher=None, same_class=None)
+    overwrite=False, min_lr=0.0, mask="random", teacher=None, same_class=None)
 
 
 def new_parser(script, usage, words):

@@ -2,12 +2,14 @@
 
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
 
-A method may have its own flags after colons, including batch_size, amp, compile and
-grad_checkpointing: mae:amp=bf16:compile. The methods take turns, for --steps training steps each
+A method may have its own flags of train.py after colons: mae:amp=bf16:compile. Flags that are not
+listed below are for all methods. The methods take turns, for --steps training steps each
 (train.train_step: forward, backward, optimizer) on a synthetic batch. Without a GPU, the defaults
 are ViT-micro and 32 pixels. The columns:
 
-    img/s, ms/step   of the first row's median step; those of the others follow from their `time`
+    img/s, ms/step   of the first row's median step; those of the others follow from their `time`.
+                     Each step is waited for, as in training every 20th: there, small models, whose
+                     time goes into launching kernels, are faster on a GPU
     GiB              peak memory: weights, optimizer and batch, and what a step allocates
     GMAC/img         multiply-accumulates of a forward pass, by torch's FLOP counter
     TFLOP/s          of forward and backward passes, counted
@@ -26,6 +28,7 @@ import statistics
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torchvision
@@ -36,22 +39,16 @@ from tqdm import tqdm
 
 import train
 from tests.lib.plot import as_table
-from train import METHODS, add_method_arguments, count, in_range, size_in_pixels
+from train import METHODS, OPTIMIZERS, count, in_range, size_in_pixels
 from vit import SIZES
 
 PEAKS = {  # 10^12 FLOP/s, dense, in bf16 and fp16, from the data sheets
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "A40": 150, "A10": 125,
     "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
-OWN = {  # flags that each method can also set for itself
-    "batch_size": dict(type=count, help="(64; with a GPU 16)"),
-    "amp": dict(choices=("auto", "bf16", "fp16", "fp32"), help="(auto)"),
-    "compile": dict(action=argparse.BooleanOptionalAction),
-    "grad_checkpointing": dict(action=argparse.BooleanOptionalAction)}
 
 
 def count_flops(function):
-    """Count the FLOPs of a call, with plain attention: torch 2.6 does not count a CPU's fused one.
-    """
+    """Count the FLOPs of a call, with plain attention, which torch counts on every device."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
@@ -88,29 +85,18 @@ def attention(B, heads, N, D, args):
 
 
 class Case:
-    """A model, its optimizer and a batch. `step()` takes a training step."""
+    """A model as train.py builds it, its optimizer and a batch. `step()` takes a training step."""
 
     def __init__(self, spec, args, img_size):
         name, *options = spec.split(":")
-        cls, words = METHODS[name], [w for option in options for w in f"--{option}".split("=")]
-        parser = argparse.ArgumentParser(spec, usage=argparse.SUPPRESS, allow_abbrev=False)
-        for flag, more in OWN.items():
-            parser.add_argument(f"--{flag}", **more)
-        add_method_arguments(parser, cls)
-        given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
-        sizes = SIZES[args.size]
-        own = {k: given.pop(k, getattr(args, k)) for k in OWN}
-        if train.is_low_res({"img_size": img_size, **sizes}):
-            given = {**cls.low_res_config, **given}
-        self.run = SimpleNamespace(**{**cls.recipe, "lr": 1e-4, "accum": 1, "clip_grad": 0, **own})
-        self.here = train.start_processes(SimpleNamespace(device=args.device, amp=self.run.amp,
-                                                          workers=0))
+        words = ["--method", name, *args.words]
+        words += [word for option in options for word in f"--{option}".split("=", 1)]
+        with patch.object(train, "pretrain", lambda flags: flags):     # only parses
+            flags = train.main(words)
+        self.here = train.start_processes(flags)
+        self.run, self.model = train.build(flags, self.here, img_size, images=10 ** 6)
         self.spec, self.img_size, self.batch_size = spec, img_size, self.run.batch_size
         self.device = self.here.device
-        torch.manual_seed(0)
-        patch_size = args.patch_size or (16 if max(img_size) >= 128 else 4)
-        self.model = cls(img_size, patch_size, len(cls.mean), **sizes, **given)
-        self.model.to(self.device)
         seen, attn = [], self.model.encoder.blocks[0].attn
         hook = attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
         with torch.no_grad():
@@ -120,8 +106,7 @@ class Case:
         self.flops = flops_of_step(lambda B: self.model(*self.batch(B))[0], self.batch_size)
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = train.OPTIMIZERS[self.run.optimizer]([
-            dict(params=trained, weight_decay=self.run.weight_decay)], self.run)
+        self.optimizer = OPTIMIZERS[self.run.optimizer]([dict(params=trained)], self.run)
         half = self.here.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.net = train.wrap(self.model, self.run, self.here)
@@ -199,28 +184,22 @@ def main(argv=None):
     option("--method", nargs="+", help="(all)")
     option("--size", choices=SIZES, help="(micro; with a GPU base)")
     option("--img_size", nargs="+", type=size_in_pixels, help="a side or H,W (32; with a GPU 224)")
-    option("--patch_size", type=size_in_pixels, help="a side or H,W (below 128 pixels 4, else 16)")
-    for flag, more in OWN.items():
-        option(f"--{flag}", **more)
-    parser.set_defaults(amp="auto", compile=False, grad_checkpointing=False)
-    option("--device", choices=("cuda", "mps", "cpu"), help="(cuda, else mps, else cpu)")
+    option("--batch_size", type=count, help="(64; with a GPU 16)")
     option("--steps", type=count, default=20, help="number of measured steps (20)")
     option("--warmup", type=in_range(int, 0), default=3, help="number of warmup steps (3)")
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
     print(" ".join(["tests.bench", *(argv or sys.argv[1:])]))
-    here = train.start_processes(SimpleNamespace(device=args.device, amp=args.amp, workers=0))
-    args.device, on_gpu = here.device.type, here.device.type == "cuda"
-    args.size = args.size or ("base" if on_gpu else "micro")
+    on_gpu = torch.cuda.is_available() and "cpu" not in more
     args.img_size = args.img_size or [(224, 224) if on_gpu else (32, 32)]
-    args.batch_size = args.batch_size or (16 if on_gpu else 64)
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {here.device}, "
-          f"{torch.get_num_threads()} threads, {here.dtype}")
-    print(f"{args.warmup} + {args.steps} training steps for each method: ViT-{args.size}, "
-          f"{', '.join(map(str, args.img_size))} pixels, batch size {args.batch_size}", flush=True)
+    args.words = ["--size", args.size or ("base" if on_gpu else "micro"), "--batch_size",
+                  str(args.batch_size or (16 if on_gpu else 64)), *more]
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, "
+          f"{torch.get_num_threads()} threads; {args.warmup} + {args.steps} steps for each method: "
+          f"{' '.join(args.words)}", flush=True)
     rows = []
     for img_size in args.img_size:
         cases = [Case(spec, args, img_size) for spec in args.method or METHODS]
-        print(f"attention: {cases[0].attention}")
+        print(f"{cases[0].device}, {cases[0].here.dtype}, attention: {cases[0].attention}")
         rows += measure(cases, args.steps, args.warmup)
         del cases                                          # before the next ones are built
     print(as_table(rows))

@@ -77,7 +77,8 @@ def main(argv=None):
     option("--masks", nargs="+", choices=PRETRAINING["mask"][0], default=["random"],
            help="patterns of the masks; the picture shows the first one (random)")
     option("--norm_pix_loss", **NORM_PIX_LOSS)
-    add_flags(parser, "reconstruction", {"leak_free": PRETRAINING["leak_free"]})
+    option("--leak_free", action="store_true",
+           help="do not use the true patches' mean and variance to un-normalise predictions")
     add_flags(parser, "data and device", DATA)
     return compare(parser.parse_args(words_of(argv)))
 

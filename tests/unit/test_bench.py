@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests import bench
-from tests.unit.conftest import FIVE
 from tests.lib.plot import as_table
+from tests.unit.conftest import FIVE
 from train import METHODS
 from vit import SIZES
 
@@ -25,8 +25,8 @@ def test_a_row_for_every_method(capsys):
     assert [row["method"].split(":")[0] for row in rows] == [*FIVE]
     assert [row["batch"] for row in rows] == [64, 2, 2, 2, 2]
     said = capsys.readouterr().out
-    assert as_table(rows) in said and said.splitlines()[2] == (
-        "0 + 2 training steps for each method: ViT-micro, (32, 32) pixels, batch size 64")
+    assert as_table(rows) in said and said.splitlines()[1].endswith(
+        "0 + 2 steps for each method: --size micro --batch_size 64")
     minr = METHODS["minr"](32, 4, 3, **SIZES["micro"], **METHODS["minr"].low_res_config)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)

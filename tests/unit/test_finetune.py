@@ -1,5 +1,6 @@
 """Fine-tuning, probing, neighbours, few labels and evaluation of encoders."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -175,6 +176,24 @@ def test_evaluating_a_checkpoint(tune, folder, mode, spy, capsys):
     assert sorted(Path().rglob("*")) == before
 
 
+def test_classes_of_a_checkpoint(tune, folder, refused):
+    """Evaluation compares the names of classes in their order: with b, a, accuracy would be 0."""
+    tune("--epochs", "0")
+    val = train.open_data(str(folder), HERE, parts=["val"])[0]
+    for names in (["b", "a"], ["a", "b", "c"]):
+        torch.save({"val": (val.images, val.labels, names)}, "other.pt")
+        refused(finetune.main, "--mode eval --checkpoint runs/tuned --data other.pt",
+                "runs/tuned", "other.pt", ", ".join(names))
+
+
+def test_a_classifier_goes_on_as_it_was(tune):
+    """Training that starts from a classifier keeps its pooling, and its head."""
+    first, _ = tune("--pool", "token", "--epochs", "1")
+    finetune.main("--checkpoint runs/tuned --epochs 0 --batch_size 8 --name more".split())
+    again = train.read_checkpoint("runs/more")
+    assert again["config"]["pool"] == "token" and same(first["model"], again["model"])
+
+
 def test_nearest_neighbours_by_hand(spy):
     """Each of four neighbours votes with exp(cosine / 0.07), computed from mean patch tokens of
     unit length. Under autocast, only the model computes in 16 bits."""
@@ -190,7 +209,7 @@ def test_nearest_neighbours_by_hand(spy):
     for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2)):
         here = HERE._replace(dtype=dtype)
         score = finetune.knn(model, train.ImageDataset(images, labels, "abc"), 4, here)
-        with train.autocast(here):                         # as evaluate calls it
+        with here.autocast():                              # as evaluate calls it
             assert torch.allclose(score(query), wanted, rtol=rtol)
     assert ranked == [(torch.float32, "highest")] * 2
 
@@ -238,6 +257,7 @@ def test_few_labels(tune, tmp_path, capsys, spy):
     tune("--mode", "knn", *words, "--eval_images", "4", "--pool", "token", "--k", "8")
     said = capsys.readouterr().out
     assert "on 4 images" in said and "7 neighbours out of 7" in said
+    assert re.search(r"largest class (50|75)\.00 %, by", said)         # of the four
 
 
 def test_flags_do_something(tune):

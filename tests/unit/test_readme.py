@@ -12,7 +12,7 @@ from torchvision import datasets
 
 import finetune
 import train
-from tests import evaluate
+from tests import bench, evaluate
 from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, write_pictures
 from vit import normalize
 
@@ -58,8 +58,8 @@ def test_python(pretrain, folder, monkeypatch):
 
 
 def test_forks(pretrain, monkeypatch):
-    """FORKS.md's methods train, and --eval reads those that predict pixels. The first one mixes
-    feature maps by its weights."""
+    """FORKS.md's methods train and are measured, even without pixels. The first one mixes feature
+    maps by its weights."""
     names, data = {"__name__": "fork"}, None
     for piece in python("FORKS.md"):
         known = {*names}
@@ -72,6 +72,8 @@ def test_forks(pretrain, monkeypatch):
         monkeypatch.setitem(train.METHODS, "fork", cls[0])
         run = pretrain("--method", "fork", *(data or []), "--overwrite", name="fork", own=DECODER)
         assert run["history"][-1]["loss"] > 0
+        if not data:                                       # bench reads no images
+            bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
         if cls[0].reconstruct:
             assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
     model = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2)

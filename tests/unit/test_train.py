@@ -198,16 +198,6 @@ def test_crops_of_validation(side, part):
     assert torch.equal(train.center_crop(image, (8, 8)), middle)
 
 
-def test_copies_block_except_on_cuda(folder, spy):
-    """Copies that did not block have been seen to give garbage on MPS."""
-    copies = spy(torch.Tensor, "to", lambda *_, non_blocking=False, **__: non_blocking)
-    split, *_ = train.open_data(str(folder), HERE, (8, 8))
-    keys = train.keys_of(torch.arange(8))
-    [*train.load_images(split, keys.split(4), HERE._replace(device=torch.device("meta")))]
-    train.METHODS["imae"].draw_alpha(SimpleNamespace(beta=1.0, alpha=None), "meta")
-    assert copies and not any(copies)
-
-
 def test_decoders(tmp_path):
     """JPEGs equal PIL's to the bit, transparency becomes white, 16 bits are scaled to 8. Names need
     not be UTF-8."""
@@ -344,6 +334,8 @@ def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
     pretrain("--epochs", "6", "--eval_every", "4")
     assert written == [2, 4, 6]
     assert [row["epoch"] for row in log() if "psnr_masked" in row] == [4, 6]
+    # of 33 seconds for five steps of 8 images, five times three were spent on getting images
+    assert (log()[0]["wait"], log()[0]["img_s"]) == (0.455, 1.2)
 
 
 def keys(n, epoch, seed=0, pairs=None, batch_size=4):
@@ -415,13 +407,16 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--size tiny", 224, 50_000, dict(lr=1.5e-4 * 4096 / 256, decoder_dim=512, epochs=800)),
     ("--method imae", 32, 50_000, dict(crop=1.0, flip=False)),         # as on CIFAR (Table 1)
     ("--lr 0.32 --decoder_dim 32", 32, 50_000, dict(lr=0.32, decoder_dim=32)),
+    ("--method crossmae --prediction_ratio .25 --lr 0.32", 32, 50_000, dict(lr=0.32)),
     ("--method crossmae --prediction_ratio .25", 32, 50_000, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--epochs 10 --size tiny", 224, 50_000, dict(warmup_epochs=0.5)),  # 40 of 800
     ("--epochs 0", 32, 50_000, dict(warmup_epochs=0)),
     ("--epochs 3", 32, 50_000, dict(warmup_epochs=0.3)),
-    ("--epochs 80", 32, 50_000, dict(warmup_epochs=1)),
+    ("--epochs 800", 32, 50_000, dict(warmup_epochs=1, eval_every=16)),
     ("--mode scratch", 224, 50_000, dict(lr=2e-3, randaug=0, layer_decay=1.0, batch_size=64)),
-    ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 32 / 256)),
+    ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 64 / 256 * 0.5 ** 0.5)),
+    ("--size tiny", 96, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.5)),
+    ("--size tiny --batch_size 16", 96, 200, dict(lr=1.5e-4 * 16 / 256)),
     ("--mode scratch --size tiny", 32, 50_000, dict(lr=2e-3 / 3 ** 1.5)),          # thrice as wide
     ("--mode scratch --size tiny --blr 0.1", 32, 50_000, dict(lr=0.1 * 64 / 256)),
     ("--mode scratch --size tiny", 224, 50_000, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8)),
@@ -439,6 +434,20 @@ def test_settings(monkeypatch, tmp_path, words, side, n, wanted):
     assert {name: getattr(run, name) for name in wanted} == pytest.approx(wanted)
     with pytest.raises(AttributeError):
         run.lr = 1
+
+
+def test_where_settings_come_from(pretrain, capsys):
+    """A line for each layer says what it has set. Large images get the paper's recipe."""
+    pretrain("--lr", "0.1", "--mask_ratio", "0.5", "--epochs", "0")
+    pretrain("--method", "crossmae", "--img_size", "80", "--dim", "68", "--epochs", "0", name="b")
+    first, second = (dict(line.split(maxsplit=1) for line in part.splitlines() if line[8:])
+                     for part in capsys.readouterr().out.split("data    ")[1:])
+    assert first["low_res"] == "norm_pix_loss False"       # all else is in conftest's flags
+    assert first["flags"].startswith("mask_ratio 0.5, decoder_dim 16, ") and (
+        "lr 0.1" in first["flags"] and "derived" not in first and " lr " not in first["recipe"])
+    assert "low_res" not in second and "prediction_ratio 0.75" in second["default"]
+    assert second["derived"] == f"lr {1.5e-4 * 8 / 256}"
+    assert "blr 0.00015" in second["recipe"] and "norm_pix_loss True" in second["default"]
 
 
 @pytest.mark.parametrize("main, words", [
@@ -574,6 +583,38 @@ def test_init_from_a_released_checkpoint(pretrain, folder, capsys):
     assert "newly initialised: decoder_blocks" in said and "not loaded: decoder_blocks" in said
     train.main(f"{words} --decoder_dim 24 --decoder_heads 4 --name whole")
     assert same(train.read_checkpoint("runs/whole")["model"], from_released(state))
+
+
+def test_init_keeps_what_the_file_knows(pretrain):
+    """With the same method, --init keeps the file's targets and decoder, unless a flag changes
+    them. Another method keeps only the encoder's size."""
+    own = "--norm_pix_loss --decoder_dim 8 --decoder_depth 3 --decoder_heads 2".split()
+    first = pretrain("--mask_ratio", "0.5", own=own)
+    words = ["--init", "runs/mae", "--epochs", "0"]
+    again = pretrain(*words, "--mask_ratio", "0.6", own=[], name="again")
+    assert again["config"] == {**first["config"], "mask_ratio": 0.6}
+    assert same(first["model"], again["model"])
+    other = pretrain(*words, "--method", "crossmae", own=[], name="other")["config"]
+    assert (other["norm_pix_loss"], other["decoder_dim"], other["mask_ratio"]) == (False, 64, 0.75)
+
+
+def test_init_with_other_channels(pretrain, monkeypatch, refused):
+    """A class with a fourth channel adapts weights of RGB images. Without that, one line says what
+    does not fit."""
+    pretrain("--epochs", "0")
+    images = torch.randint(256, (20, 4, 16, 16), dtype=torch.uint8)
+    torch.save({"train": images, "val": images}, "four.pt")
+    words = ["--method", "four", "--data", "four.pt", "--init", "runs/mae"]
+    monkeypatch.setitem(train.METHODS, "four", type("Four", (MAE,), dict(
+        mean=(*MAE.mean, 0.5), std=(*MAE.std, 0.5))))
+    refused(lambda x: pretrain(*x, name="four"), words, "the file has (16, 48), the model (16, 64)")
+
+    def from_mae(self, state):
+        weight = state["encoder.patch_embed.weight"].unflatten(1, (-1, 3))         # (D, p*p, C)
+        weight = torch.cat([weight, weight.mean(2, keepdim=True)], dim=2)
+        return {**state, "encoder.patch_embed.weight": weight.flatten(1)}
+    monkeypatch.setattr(train.METHODS["four"], "from_mae", from_mae, raising=False)
+    assert pretrain(*words, name="four")["config"]["in_chans"] == 4
 
 
 # ------------------------------------------------------------------------------------- evaluation
