@@ -49,8 +49,10 @@ def compare(args):
             rows.append(dict(checkpoint=content["path"], mask=mask, mask_ratio=ratio, **scores))
             if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
                 columns = columns or {name: images[name] for name in ("original", "masked")}
-                width = max(96, model.encoder.img_size[1]) // 6        # in letters
-                title = fill(name_of(content["path"]), width) + f"\n{scores['psnr_masked']:.2f} dB"
+                name, width = name_of(content["path"]), max(128, model.encoder.img_size[1]) // 9
+                if name == type(model).__name__.lower():   # e.g. mae.pt
+                    name = type(model).__name__
+                title = f"{fill(name, width)}\n{scores['psnr_masked']:.2f} dB"
                 while title in columns:                    # two files of the same name
                     title += "'"
                 columns[title] = images["completed"]

@@ -9,7 +9,7 @@ The methods' own files compute what it shows. Your own method needs nothing in t
 has `unmix` like i-MAE or `render` like MINR, the page uses them.
 """
 # README's play.png (play_dark.png: --blink-settings=preferredColorScheme=0), after a new start:
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,630 \
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,575 \
 #       --virtual-time-budget=9000 --screenshot=.github/play.png http://127.0.0.1:8000
 
 import argparse

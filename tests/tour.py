@@ -102,13 +102,14 @@ def png_url(x):
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
-def png(x, height, text=""):
+def png(x, height, text="", cls=""):
     """Return an image (C,h,w) in [0, 1] as HTML, about `height` pixels high, with a caption. Of
-    three or more channels, the first three are shown; otherwise the first, in grey."""
+    three or more channels, the first three are shown; otherwise the first, in grey. Of the class
+    "heat", white is dark on dark pages."""
     x = x[:3] if len(x) >= 3 else x[:1]
     scale, text = max(1, round(height / x.shape[1])), escape(text)
     x = F.interpolate(x[None].float(), scale_factor=scale)[0].clamp(0, 1)
-    return (f'<figure><img alt="{text}" src="{png_url(x)}">'
+    return (f'<figure><img class="{cls}" alt="{text}" src="{png_url(x)}">'
             f"<figcaption>{text}</figcaption></figure>")
 
 
@@ -162,7 +163,8 @@ def attention(call, names, given, encoder):
     shown = heat(grid.nan_to_num(0)[None])[:, 0].where(~grid.isnan(), GREY)
     if place is not None:
         shown[:, place] = torch.tensor([0, 0.3, 1])
-    return png(shown.view(3, h, w), 128, f"attention of {who}, up to {weights[1:].max():.2g}")
+    text = f"attention of {who}, up to {weights[1:].max():.2g}"
+    return png(shown.view(3, h, w), 128, text, "heat")
 
 
 def draw_attention(call, encoder, names=None, given=None, path=()):
@@ -194,7 +196,7 @@ def picture(name, x, letters, names, model, text=""):
         if {*grid.unique().tolist()} <= {0.0, 1.0}:
             return png(1 - grid[None], side, f"{text}black: 1, masked")
         if C > 1 or not is_image:
-            return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}")
+            return png(heat(grid), side, f"{text}{grid.min():.2g} to {grid.max():.2g}", "heat")
     if x.ndim == 2 and x.dtype == torch.long and size < L and 0 <= x.min() <= x.max() < L:
         grid = torch.zeros(L).index_fill(0, x[0], 1).view(1, *encoder.grid)
         return png(grid, side, f"white: {name or 'these patches'}")
@@ -218,7 +220,7 @@ def picture(name, x, letters, names, model, text=""):
     text = f"{text}{matrix.min():.2g} to {matrix.max():.2g}"
     matrix = matrix[::math.ceil(len(matrix) / 64), ::math.ceil(size / 144)].float()
     rows, columns = matrix.shape
-    return png(heat(matrix), rows * max(1, min(192 // columns, 72 // rows)), text)
+    return png(heat(matrix), rows * max(1, min(192 // columns, 72 // rows)), text, "heat")
 
 
 def pictures(made, letters, names, model):
@@ -558,7 +560,7 @@ def main(argv=None):
 #   python -m tests.tour mae
 #   sed 's|</style>|body > :not(.strip, .call), body > .call > :not(details:nth-of-type(2)) {&|
 #        s|</style>| display: none } &|' tour_mae.html > part.html
-#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,500 \
+#   chromium --headless --no-sandbox --hide-scrollbars --window-size=830,505 \
 #       --screenshot=.github/tour.png "file://$PWD/part.html"
 if __name__ == "__main__":
     shell(main)

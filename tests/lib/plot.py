@@ -52,14 +52,12 @@ def mark(i, x, y, size, cls=""):
 
 
 def legend(labels):
-    """Return the labels with their marks, in rows, and the height of these rows."""
-    parts, x, y = [], 0, 26
+    """Return the labels with their marks, in columns of one width, and the height of the rows."""
+    parts, widest = [], 44 + 0.53 * FONT[1] * max(map(len, labels))
+    columns = max(1, int(WIDTH / widest))
     for i, label in enumerate(labels):
-        width = 44 + 0.53 * FONT[1] * len(label)
-        if x and x + width > WIDTH:
-            x, y = 0, y + 34
+        x, y = WIDTH / columns * (i % columns), 26 + 34 * (i // columns)
         parts += [mark(i, x + 18, y - 6, 6), text(x + 32, y, label, anchor="start")]
-        x += width
     return parts, y + 8
 
 

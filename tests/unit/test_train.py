@@ -359,6 +359,7 @@ def test_order_of_images(folder):
     seeds = [x for epoch in (0, 1)
              for x in keys(8, epoch, batch_size=8, pairs="images")[:, 0].chunk(2)]
     assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
+    assert torch.equal(*keys(8, 0, batch_size=8, pairs="views")[:, 1].chunk(2))    # two crops
 
 
 @pytest.mark.parametrize("words", ["", "--amp fp16", "--accum 2"])
@@ -411,6 +412,8 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--method crossmae --prediction_ratio .25", 32, 50_000, dict(lr=2e-3 / 3, decoder_depth=4)),
     ("--epochs 10 --size tiny", 224, 50_000, dict(warmup_epochs=0.5)),  # 40 of 800
     ("--epochs 0", 32, 50_000, dict(warmup_epochs=0)),
+    (f"--mode scratch --size small --checkpoint {ROOT}/tests/models/tiny.pt --heads 2", 32, 50_000,
+     dict(dim=384, depth=12, heads=2)),
     ("--epochs 3", 32, 50_000, dict(warmup_epochs=0.3)),
     ("--epochs 800", 32, 50_000, dict(warmup_epochs=1, eval_every=16)),
     ("--mode scratch", 224, 50_000, dict(lr=2e-3, randaug=0, layer_decay=1.0, batch_size=64)),
@@ -459,6 +462,7 @@ def test_help(main, words, capsys):
         main([*words.split(), "--help"])
     said = " ".join(capsys.readouterr().out.split())
     cls = train.METHODS.get(words.split()[-1])
+    assert not cls or f"low_res: {cls.low_res_recipe['batch_size']}" in said
     for name, value in {**cls.recipe, **train.method_arguments(cls)}.items() if cls else ():
         if value is not None and name != "schedule":       # no flag for it
             assert re.search(rf"--{name}\b.*?\({re.escape(str(value))}", said), name
@@ -488,7 +492,7 @@ def test_pictures(tmp_path, channels, shown):
     columns = {name: torch.rand(2, channels, 129, 40) for name in ("one", "two")}
     save_picture(columns, tmp_path / "x.png")
     picture = v2.functional.pil_to_tensor(Image.open(tmp_path / "x.png"))
-    cell = picture[:, 32:161, 44:84]                       # the first row of the second column
+    cell = picture[:, 26:155, 44:84]                       # the first row of the second column
     assert torch.equal(cell[:3], columns["two"][0, shown].expand(3, -1, -1).mul(255).byte())
     assert (cell[3] == 255).all() and not picture[3, 0].any()          # on a transparent ground
 
@@ -543,6 +547,7 @@ def test_resuming(pretrain, folder, capsys):
     assert {path.name for path in Path("runs/mae").iterdir()} == {
         "curves.svg", "last.pt", "log.jsonl", "recon.png"}
     assert first["mean"] == MAE.mean and first["classes"] == ["a", "b"]
+    assert first["flags"]["command"].startswith(f"python train.py --data {folder} ")
     for words in ([], ["--epochs", "0"]):                  # nothing to do, nothing lost
         again = pretrain("--resume", *words)
         assert same(first["model"], again["model"]) and again["history"] == log()
@@ -585,9 +590,10 @@ def test_init_from_a_released_checkpoint(pretrain, folder, capsys):
     assert same(train.read_checkpoint("runs/whole")["model"], from_released(state))
 
 
-def test_init_keeps_what_the_file_knows(pretrain):
+def test_init_keeps_what_the_file_knows(pretrain, spy):
     """With the same method, --init keeps the file's targets and decoder, unless a flag changes
-    them. Another method keeps only the encoder's size."""
+    them. Another method keeps only the encoder's size. The file is mapped into memory."""
+    mapped = spy(torch, "load", lambda *_, mmap, **__: mmap)
     own = "--norm_pix_loss --decoder_dim 8 --decoder_depth 3 --decoder_heads 2".split()
     first = pretrain("--mask_ratio", "0.5", own=own)
     words = ["--init", "runs/mae", "--epochs", "0"]
@@ -596,6 +602,7 @@ def test_init_keeps_what_the_file_knows(pretrain):
     assert same(first["model"], again["model"])
     other = pretrain(*words, "--method", "crossmae", own=[], name="other")["config"]
     assert (other["norm_pix_loss"], other["decoder_dim"], other["mask_ratio"]) == (False, 64, 0.75)
+    assert {*mapped} == {True}
 
 
 def test_init_with_other_channels(pretrain, monkeypatch, refused):
@@ -618,6 +625,13 @@ def test_init_with_other_channels(pretrain, monkeypatch, refused):
 
 
 # ------------------------------------------------------------------------------------- evaluation
+def test_precision():
+    """On CPUs, fused attention is slower in bf16, and not used."""
+    for amp, dtype, fused in (("bf16", torch.bfloat16, False), ("auto", torch.float32, True)):
+        here = train.start_processes(parsed("train.py", f"--amp {amp}"))
+        assert (here.dtype, torch.backends.cuda.flash_sdp_enabled()) == (dtype, fused)
+
+
 def test_validation_is_as_training(pretrain, tune, spy):
     """Validation also runs in mixed precision, but in eval mode. In training, each piece of --accum
     is normalised by itself."""
