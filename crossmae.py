@@ -94,7 +94,7 @@ class CrossMAE(nn.Module):
         project_maps: apply a linear layer to each feature map before mixing (Table 9)
     """
 
-    recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies blr (A.6)
+    recipe = dict(  # Table 10, with the release's crop; lr_scale multiplies lr (A.6)
         optimizer="adamw", blr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule="cosine",
         batch_size=4096, epochs=800, warmup_epochs=40, crop=0.2, flip=True)
     # our own settings for images of up to 64 pixels, or encoders no wider than micro (vit.SIZES).

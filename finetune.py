@@ -33,7 +33,7 @@ def nearest_neighbours(flags):
     here = train.start_processes(flags)
     run, _, model, data, val = prepare(flags, here)
     score = knn(model.eval(), data, run.k, here)
-    row, _ = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
+    row = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
     text = as_text(row, val, run.data, run.eval_images)
     print(f"{text}, by {min(run.k, len(data.labels))} neighbours out of {len(data.labels)}")
     return row
@@ -42,7 +42,7 @@ def nearest_neighbours(flags):
 def prepare(flags, here, folder=None):
     """Open the checkpoint and the data, settle the run, and build a Classifier. Returns what a
     Finetuning gets: the settings, the process, the model and both data sets."""
-    start = dict(config={}, flags={}, model={}, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    start = train.NO_CHECKPOINT
     if flags.checkpoint:
         start = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
     name = flags.data or start["flags"].get("data", "shapes")
@@ -97,7 +97,7 @@ class Finetuning:
 
     def __init__(self, run, here, model, data, val):
         self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
-        more = [v2.RandAugment(2, run.randaug)] if run.randaug else [] # two per image; item 1
+        more = [v2.RandAugment(2, run.randaug)] if run.randaug else []  # two per image; item 1
         if run.erasing:                                    # item 2
             more += [v2.RandomErasing(run.erasing, value=[255 * m for m in model.mean])]
         if more or not data.in_memory:
@@ -131,8 +131,8 @@ class Finetuning:
         if self.here.world > 1:
             for buffer in self.model.buffers():            # BatchNorm: all use rank 0's statistics
                 dist.broadcast(buffer, 0)
-        return evaluate(self.model.classify, self.val, self.here, self.model.encoder.img_size,
-                        self.run.eval_images)
+        size = self.model.encoder.img_size
+        return evaluate(self.model.classify, self.val, self.here, size, self.run.eval_images), None
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
@@ -150,9 +150,11 @@ def layer_decay_groups(model, weight_decay, layer_decay):
             layer = int(part[1]) + 1
         decays = p.ndim > 1 and not learned
         if p.requires_grad:
-            group = dict(params=[], weight_decay=weight_decay if decays else 0.0,
-                         lr_factor=layer_decay ** (n - layer))
-            groups.setdefault((layer, decays), group)["params"].append(p)  # keeps one that exists
+            if (layer, decays) not in groups:
+                groups[layer, decays] = dict(
+                    params=[], weight_decay=weight_decay if decays else 0.0,
+                    lr_factor=layer_decay ** (n - layer))
+            groups[layer, decays]["params"].append(p)
     return [*groups.values()]
 
 
@@ -178,7 +180,7 @@ class Classifier(nn.Module):
             token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
             without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
-        norm: whether a probe's encoder has a final norm (--norm). In fine-tuning, the encoder has
+        norm: whether a probe's encoder has a final norm. In fine-tuning, the encoder has
             one only if pool is "token" (CrossMAE A.6); otherwise a norm after pooling, fc_norm,
             replaces it (MAE's release)
         drop_path, smoothing: drop path rate of the last block, label smoothing
@@ -196,8 +198,6 @@ class Classifier(nn.Module):
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
         require(pool != "extra" or extra_tokens, "--pool extra is for MINR only; try --pool mean")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
-        require(pool != "joined" or width <= MOST_FEATURES, f"--pool joined: {width} features "
-                f"exceed {MOST_FEATURES}; try --pool {'extra' if extra_tokens else 'mean'}")
         self.num_features = width
         linear = nn.Linear(width, classes)
         nn.init.trunc_normal_(linear.weight, std=0.01 if probe else 2e-5)  # as in the release
@@ -244,10 +244,9 @@ def default_pool(extra_tokens, dim):
     MINR's loss reads only their outputs, so the outputs of patch tokens are not trained."""
     if not extra_tokens:
         return "mean"                                      # items 4, 5
-    return "joined" if extra_tokens * dim <= MOST_FEATURES else "extra"
+    return "joined" if extra_tokens * dim <= 5000 else "extra"         # a head of moderate size
 
 
-MOST_FEATURES = 5000                                       # limit for --pool joined
 FINETUNE = dict(  # MAE Table 9, CrossMAE Table 11, HyperMAE Table 13; item 6
     optimizer="adamw", blr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, schedule="cosine",
     batch_size=1024, epochs=100, warmup_epochs=5, crop=0.08, flip=True, randaug=27, erasing=0.25,
@@ -267,8 +266,8 @@ RECIPES = {  # for each mode: the recipe, and what replaces parts of it, see tra
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, here, img_size, most=None):
-    """Return the accuracies {"top1", "top5"} on val in %, and None for no picture. With fewer than
-    six classes, there is no top5. score(images) returns scores (b,classes)."""
+    """Return the accuracies {"top1", "top5"} on val in %. With fewer than six classes, there is
+    no top5. score(images) returns scores (b,classes)."""
     ranks = (1, 5) if len(val.classes) > 5 else (1,)
     sums, n = {f"top{k}": 0 for k in ranks}, 0             # a process without images reports zeros
     for _, images, labels in train.val_batches(val, here, img_size, most):
@@ -278,7 +277,7 @@ def evaluate(score, val, here, img_size, most=None):
         for k in ranks:
             sums[f"top{k}"] += 100 * right[:, :k].sum()
         n += len(images)
-    return here.mean(sums, n), None
+    return here.mean(sums, n)
 
 
 def as_text(row, val, name, most):
@@ -335,7 +334,7 @@ def evaluate_checkpoint(flags):
             f"{', '.join(val.classes[:5])} ...")
     model = Classifier(**config).to(here.device)
     model.load_state_dict(state)
-    row, _ = evaluate(model.classify, val, here, img_size, flags.eval_images)
+    row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))
     return row
 
@@ -346,7 +345,6 @@ FEATURES = {  # flags, as in train.py
     "pool": (("mean", "token", "extra", "joined"), "mean: of the patch tokens (default); token: "
              "class token; extra: mean of MINR's weight tokens; joined: all of these (default for "
              "MINR, up to 5000 features) or, without any, all patch tokens as one vector")}
-NORM = {"norm": (bool, "end the frozen encoder with a LayerNorm; default: as in the checkpoint")}
 AUGMENT = {
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
@@ -385,14 +383,13 @@ def main(argv=None):
            help="use this fraction of each class's labels, at least one per class (1)")
     if mode == "knn":
         option("--k", type=count, default=20, help="number of neighbours (20)")
-    if mode in ("linear", "knn"):
-        train.add_flags(parser, "frozen encoder", NORM)
     if mode != "knn":
         train.add_flags(parser, "run", train.RUN)
         recipe, low_res = RECIPES[mode]
         flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
         train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, low_res)
-    return (nearest_neighbours if mode == "knn" else finetune)(parser.parse_args(words))
+    run = nearest_neighbours if mode == "knn" else finetune
+    return run(parser.parse_args(words))
 
 
 # Paper and release: where they or torchvision differ, and what we do

@@ -248,10 +248,10 @@ def check_same_class(labels, classes, same_class):
             f"is above 0, and at least two folders, if it is below 1")
 
 
-def teacher_of(checkpoint, config):
-    """Turn a checkpoint from train.read_checkpoint into the teacher of an IMAE with the constructor
-    arguments `config`. Returns the teacher's {dim, depth, heads} and state dict. Raises InputError
-    unless the teacher is an MAE with the same image and patch size, channels and decoder width."""
+def teacher_state(checkpoint, config):
+    """Return the teacher's state dict, for an IMAE with the constructor arguments `config`, from a
+    checkpoint that train.read_checkpoint has read. Raises InputError unless it is an MAE with the
+    same image and patch size, channels and decoder width."""
     sizes, state = checkpoint["config"], checkpoint["model"]
     require(checkpoint["method"] in ("mae", None)
             and state.keys() >= {"decoder_embed.weight", "encoder.norm.weight"},
@@ -260,8 +260,7 @@ def teacher_of(checkpoint, config):
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
         require(pair(theirs[name]) == pair(config[name]),  # a size may be 8 or (8, 8)
                 f"the teacher has {name} {theirs[name]}, this model {config[name]}")
-    return ({name: sizes[name] for name in ("dim", "depth", "heads")},
-            {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))})
+    return {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder_embed."))}
 
 
 # Paper and release: where they differ, and what we do

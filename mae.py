@@ -42,7 +42,7 @@ class MAE(nn.Module):
     # Plain targets can be viewed. CIFAR-10, micro, 3 seeds: masked pixels 18.15 dB, 20-NN 43.0%
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD                # the input is (image - mean) / std
+    mean, std = IMAGENET_MEAN, IMAGENET_STD                # input: (image / 255 - mean) / std
     lr_scale, pairs = 1.0, None    # lr_scale multiplies the learning rate; for pairs see imae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,

@@ -1,8 +1,8 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
-Start at the top. `pretrain` claims a run's folder, opens the data and settles all settings, and
-`fit` trains: its two loops, over epochs and over steps, stand on one page. The other sections are:
-settling, evaluation, data, checkpoints, processes, command line.
+Start at the top. `pretrain` claims a run's folder, opens the data and chooses all settings, and
+`fit` trains: its two loops, over epochs and over steps, fit on one page. The other sections are:
+settings, evaluation, data, checkpoints, processes, command line.
 
 Three records describe a run: `flags` is the command line (None: not given), `run` holds every
 setting, which `settle` chooses and nothing can change, and `here` is this process and its device.
@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
-from imae import IMAE, check_same_class, draw_partners, teacher_of
+from imae import IMAE, check_same_class, draw_partners, teacher_state
 from mae import MAE
 from minr import MINR
 from vit import (SIZES, Block, InputError, ViT, count_extra_tokens, denormalize, from_released,
@@ -57,14 +57,16 @@ OPTIMIZERS = {  # functions of the parameter groups and a run's settings
     "adamw": lambda groups, run: torch.optim.AdamW(groups, run.lr, run.betas, fused=True),
     "adam": lambda groups, run: torch.optim.Adam(groups, run.lr, run.betas, fused=True),
     "sgd": lambda groups, run: torch.optim.SGD(groups, run.lr, momentum=0.9, fused=True)}
+# what read_checkpoint returns, without a file
+NO_CHECKPOINT = dict(method=None, config={}, flags={}, model={}, mean=MAE.mean, std=MAE.std)
 
 
 # --------------------------------------------------------------------------------------- training
 def pretrain(flags):
     """Train the model of --method on --data, and return the last row of log.jsonl."""
-    here, start, fixed = start_processes(flags), {"method": None, "config": {}}, {}
+    here, start, fixed = start_processes(flags), NO_CHECKPOINT, {}
     with open_run(flags, here, f"{flags.method}_{name_of(flags.data)}") as folder:
-        if flags.init:                                     # sizes and weights are from here
+        if flags.init:
             start = read_checkpoint(flags.init, flags.heads)
         if flags.teacher:
             teacher = read_checkpoint(flags.teacher, flags.heads)
@@ -75,15 +77,14 @@ def pretrain(flags):
         if flags.init:
             initialize(model, start)
         if flags.teacher:                                  # replaces one in the --init file
-            model.teacher.load_state_dict(teacher_of(teacher, run.config)[1])
+            model.teacher.load_state_dict(teacher_state(teacher, run.config))
             print(f"teacher {flags.teacher}")
         return fit(Pretraining(run, here, model, train, val))
 
 
-def build(flags, here, img_size, images, start={"method": None, "config": {}}, fixed={},
-          folder=None):
-    """Settle a run of --method and build its model, with the sizes of the checkpoint `start` and,
-    if it is of the same method, its other arguments as defaults. Returns settings and model."""
+def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=None):
+    """Choose the settings of a run of --method, build its model, and return both. Defaults are the
+    sizes of the checkpoint `start` and, if it is of the same method, its other arguments."""
     cls, config = METHODS[flags.method], start["config"]
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
     run = settle(flags, sizes, cls.recipe, {**cls.low_res_recipe, **cls.low_res_config}, images,
@@ -107,10 +108,10 @@ def fit(task):
     describe(task, steps)
     history = resume(task, optimizer, scaler) if run.resume else []
     net, saved_at = wrap(model, run, here), time.perf_counter()
-    first = history[-1]["epoch"] if history else 0
-    batches = load_images(data, draw_keys(task, range(first, run.epochs)), here)
-    # epoch 0 only evaluates: without training, the initial model is saved
-    for epoch in range(first + 1 if run.epochs or history else 0, run.epochs + 1):
+    done = history[-1]["epoch"] if history else 0          # epochs
+    batches = load_images(data, draw_keys(task, range(done, run.epochs)), here)
+    # epoch 0, for --epochs 0, only evaluates and saves the model
+    for epoch in range(done + 1, run.epochs + 1) if run.epochs or history else [0]:
         net.train()
         row, sums, waited, began = {"epoch": epoch}, {}, 0.0, time.perf_counter()
         bar = here.progress(range(1, steps + 1) if epoch else (), f"epoch {epoch}/{run.epochs}",
@@ -123,8 +124,8 @@ def fit(task):
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
-            seed = hash((run.seed, epoch - 1, step))       # equal in all processes, unlike of str
-            torch.manual_seed(seed)                        # seeds crops, masks and mixing
+            seed = hash((run.seed, epoch - 1, step))       # of numbers: equal in all processes
+            torch.manual_seed(seed)                        # for crops, masks and i-MAE's alpha
             batch = task.draw(images, labels)
             metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
             if hasattr(model, "after_step"):               # a momentum teacher, for example
@@ -133,7 +134,7 @@ def fit(task):
             sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0 or step == steps:
                 loss = metrics["loss"].item()              # the only host-device sync
-                # in fp16, the scaler skips steps that overflow, and halves its scale, down to 1
+                # in fp16, the scaler skips steps that overflow and halves its scale; 1 is too low
                 require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at "
                         f"epoch {epoch}, step {step}: use --clip_grad or a lower --lr")
                 bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
@@ -186,13 +187,13 @@ def train_step(net, optimizer, scaler, batch, seed, task):
 
 
 class Pretraining:
-    """What `fit` has to know about pretraining; finetune.Finetuning is its sibling."""
+    """What `fit` has to know about pretraining; finetune.Finetuning is its counterpart."""
 
     same_draws = True                      # all pieces of a batch draw the same (MINR's pixels)
 
     def __init__(self, run, here, model, data, val):
         self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
-        self.pairs = getattr(model, "pairs", None)         # i-MAE: "images", see FORKS.md
+        self.pairs = getattr(model, "pairs", None)         # "images" (i-MAE) or "views" (FORKS.md)
         if self.pairs == "images":
             check_same_class(data.labels, data.classes, run.same_class)
         if not data.in_memory:                             # instead of open_data's centre crop
@@ -271,7 +272,7 @@ def wrap(model, run, here):
 
 
 def describe(task, steps):
-    """Print what is trained, on what data, and from which layer each setting comes."""
+    """Print what is trained, on what data, and where settings of recipe and method come from."""
     run, here, model, data = task.run, task.here, task.model, task.data
     n_val, encoder = len(task.val.labels[:run.eval_images]), model.encoder
     size = sum(p.numel() for p in model.parameters()) / 1e6
@@ -279,34 +280,34 @@ def describe(task, steps):
           f"patches of {encoder.patch_size}, {'in memory' if data.in_memory else 'in files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
-    for layer in dict.fromkeys(run.origin.values()):
-        names = [name for name in run.origin if run.origin[name] == layer]
-        print(f"{layer:8}" + ", ".join(f"{name} {getattr(run, name)}" for name in names))
+    for source in dict.fromkeys(run.origin.values()):
+        names = [name for name in run.origin if run.origin[name] == source]
+        print(f"{source:8}" + ", ".join(f"{name} {getattr(run, name)}" for name in names))
 
 
-# --------------------------------------------------------------------------------------- settling
+# --------------------------------------------------------------------------------------- settings
 def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every=1, own={},
-           init={}, fixed={}, **facts):
+           init={}, fixed={}, **more):
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
     constructor's arguments: sizes, own and fixed. `images` is the number of training images.
 
-    A setting is that of the last layer that has it, and `run.origin` says which: `own`, a method's
+    A setting comes from the last source that has it, which `run.origin` names: `own`, a method's
     arguments ("default"); `recipe`, how to train; `low_res`, for images of up to 64 pixels, or if
     the encoder is no wider than micro; `init`, what --init's file has of `own`; the flags. Some are
     "derived" if no flag sets them:
-        batch_size: at most a tenth of the images; then it is a power of two
+        batch_size: if the recipe's exceeds a tenth of the images, the power of two below that tenth
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
-            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
-            images are few, lr falls only with the square root of the batch size
+            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. Where
+            the batch was lowered as above, it divides blr's lr only by the square root, see RULE
         eval_every: so that a run has fewer than 100 validations
     """
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
         low_res = {}
     init = {name: init[name] for name in own if name in init}
-    usual = {"lr": None, **own, **recipe, **low_res, **init}           # without flags
+    usual = {"lr": None, "min_lr": 0.0, **own, **recipe, **low_res, **init}      # without flags
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
-    values = {**vars(flags), **usual, **chosen, **sizes, **facts, "images": images}
+    values = {**vars(flags), **usual, **chosen, **sizes, **more, "images": images}
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
     if recipe:                                             # not for nearest neighbours
         if "batch_size" not in chosen and usual["batch_size"] > images / 10:
@@ -316,24 +317,25 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
         if "lr" not in chosen:
             if not usual["lr"] or "blr" in chosen:
                 values["lr"] = values["blr"] * values["batch_size"] / 256
-                if "batch_size" not in chosen:             # 1, unless the images are few
+                if "batch_size" not in chosen and values["optimizer"] != "sgd":
                     values["lr"] *= (usual["batch_size"] / values["batch_size"]) ** 0.5
             values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
         if "eval_every" not in chosen:
             values["eval_every"] = max(1, values["epochs"] // 50, least_eval_every)
-    layers = {"default": own, "recipe": recipe, "low_res": low_res, "init": init, "flags": chosen,
-              "derived": [name for name in {*usual} - {*chosen} if values[name] != usual[name]]}
-    origin = {name: layer for layer, names in layers.items() for name in names if name in usual}
+    derived = [name for name in usual if name not in chosen and values[name] != usual[name]]
+    sources = {"default": own, "recipe": recipe, "low_res": low_res, "init": init,
+               "flags": chosen, "derived": derived}
+    origin = {name: source for source, names in sources.items() for name in names if name in usual}
     values.update(config=config, origin=origin)
     return namedtuple("Settings", values)(**values)
 
 
-def encoder_sizes(flags, img_size, source):
+def encoder_sizes(flags, img_size, saved):
     """Return the encoder's constructor arguments. Each comes from the last of these that sets it:
-    the defaults, `source` (a checkpoint's config or {}), --size, its own flag."""
+    the defaults, `saved` (a checkpoint's config or {}), --size, its own flag."""
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
     defaults = dict(patch_size=patch_size, in_chans=3, **SIZES["micro"])
-    config = {**defaults, **source, **SIZES.get(flags.size, {})}
+    config = {**defaults, **saved, **SIZES.get(flags.size, {})}
     given = {name: getattr(flags, name, None) for name in defaults}
     return {"img_size": img_size, **{name: given[name] or config[name] for name in defaults}}
 
@@ -358,10 +360,10 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
         with here.autocast():
-            decoded, patches = model.reconstruct(normalize(images, model), noise.to(here.device),
-                                                 mask_ratio, leak_free)
+            decoded, masked = model.reconstruct(normalize(images, model), noise.to(here.device),
+                                                mask_ratio, leak_free)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
-        is_masked = encoder.pixels_of(patches.float())                 # (b, 1, H, W)
+        is_masked = encoder.pixels_of(masked.float())                  # (b, 1, H, W)
         copied = torch.where(is_masked > 0, decoded, truth)
         grey = torch.where(is_masked > 0, 0.5, truth)
         image_error = (copied - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
@@ -378,7 +380,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
 
 # ------------------------------------------------------------------------------------------- data
 MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
-PIECE = 64  # images that a worker reads at once: whole batches of 4,096 would take 9.9 GB
+CHUNK = 64   # images that a worker reads at once: 16 workers with 4,096 each would take 9.9 GB
 FAST_JPEG = hasattr(torchvision.io, "decode_image")        # torchvision plans to remove it
 SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
@@ -429,17 +431,17 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
     require(first.classes == last.classes, f"--data {name}: classes differ between train and val, "
             f"e.g. {sorted({*first.classes} ^ {*last.classes})[:5]}")
     img_size, small = choose_size(first, img_size)
-    if train_images:                                       # before the images are read
+    if train_images:                                       # before files are read into memory
         first.select(random_order(len(first.labels))[:train_images])
     for i, data in enumerate(datasets):
         if not data.in_memory:
             data.transform = partial(center_crop, img_size=img_size)
             if small and 3 * len(data.labels) * math.prod(img_size) <= MEMORY:
-                keys = keys_of(torch.arange(len(data.labels))).split(PIECE)
+                keys = keys_of(torch.arange(len(data.labels))).split(CHUNK)
                 loaded = here.progress(load_images(data, keys, here), "reading", total=len(keys))
                 images, labels = map(torch.cat, zip(*loaded))
                 datasets[i] = data = ImageDataset(images, labels.cpu(), data.classes)
-        elif any(own > side for own, side in zip(data.images.shape[2:], img_size)):
+        elif any(old > new for old, new in zip(data.images.shape[2:], img_size)):
             data.images = v2.functional.resize(data.images, img_size)          # antialiased
         if data.in_memory:
             data.images = data.images.to(here.device).contiguous()
@@ -458,7 +460,7 @@ def find_images(name, parts, here, img_size):
         for turn in range(here.world):                     # the first process on a disk downloads
             if turn == here.rank:
                 sets = [kind("data", train=part == "train", download=True) for part in parts]
-            here.gather(turn)                             # wait for it
+            here.gather(turn)                              # wait for it
         return [(torch.tensor(x.data).movedim(3, 1), x.targets, x.classes) for x in sets]
     if root.suffix == ".pt":
         return open_tensors(root, parts)
@@ -500,15 +502,11 @@ def is_photo(file, root):
 
 
 def list_photos(root, parts):
-    """Return (files, labels, classes) for each of the `parts` of a folder without labels. Follows
-    links, but reads each folder once. A hash of each file's name holds out 5% for validation."""
-    files, others, seen = [], set(), set()
+    """Return (files, labels, classes) for each of the `parts` of a folder without labels. Reads
+    subfolders and follows links. A hash of each file's name holds out 5% for validation."""
+    files, others = [], set()
     for folder, folders, names in os.walk(root, followlinks=True):
-        if os.path.realpath(folder) in seen:
-            folders.clear()                                # os.walk goes no deeper
-            continue
-        seen.add(os.path.realpath(folder))
-        require("train" not in folders, f"--data {root} is too high: pass {folder}, with train/")
+        require("train" not in folders, f"--data {root}: pass {folder}, which has train/")
         folders[:] = [x for x in folders if not x.startswith(".")]     # e.g. .ipynb_checkpoints
         for name in names:
             if is_photo(os.path.join(folder, name), root):
@@ -530,9 +528,9 @@ def list_photos(root, parts):
 
 
 def choose_size(data, img_size):
-    """Return the image size (H, W), and whether the images are small: below 224 pixels and, rounded
-    down, at most img_size. The default img_size is the images' or, for files, that of the largest
-    of 50, at most 224, rounded down to a multiple of 16 or, below 128 pixels, of 8."""
+    """Return the image size (H, W), and whether images are small enough to be read once: below 224
+    pixels and, rounded down, at most img_size. The default img_size is the images' or, for files,
+    the largest of 50, at most 224, rounded down to a multiple of 16 (of 8 below 128 pixels)."""
     if data.in_memory:
         return img_size or tuple(data.images.shape[2:]), True
     shapes = []
@@ -541,11 +539,11 @@ def choose_size(data, img_size):
             shapes.append(read_image(os.fsdecode(file)).shape[1:])
     require(shapes, f"cannot read {os.fsdecode(data.images[0])}, nor any other of up to 50 images")
     H, W = map(max, zip(*shapes))
-    own = (224, 224)
+    default = (224, 224)
     if max(H, W) < 224:
-        own = tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in (H, W))
-    size = img_size or own
-    return size, max(H, W) < 224 and own[0] <= size[0] and own[1] <= size[1]
+        default = tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in (H, W))
+    size = img_size or default
+    return size, max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
 
 
 def keys_of(ids, seed=0):
@@ -563,12 +561,12 @@ def load_images(dataset, batches, here):
             ids = keys[:, 1]
             yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
         return
-    batches, again = tee(batches)                          # one for the workers, one for this loop
-    pieces = (piece.tolist() for keys in batches for piece in keys.split(PIECE))
-    workers = min(here.workers, math.ceil(len(dataset.labels) / PIECE))
-    loaded = iter(DataLoader(dataset, batch_sampler=pieces, num_workers=workers, pin_memory=cuda))
+    batches, again = tee(batches)                          # workers read the first one ahead
+    chunks = (chunk.tolist() for keys in batches for chunk in keys.split(CHUNK))
+    workers = min(here.workers, math.ceil(len(dataset.labels) / CHUNK))
+    loaded = iter(DataLoader(dataset, batch_sampler=chunks, num_workers=workers, pin_memory=cuda))
     for keys in again:
-        images, labels = zip(*(next(loaded) for _ in keys.split(PIECE)))
+        images, labels = zip(*(next(loaded) for _ in keys.split(CHUNK)))
         yield [torch.cat([x.to(**to_device) for x in part]) for part in (images, labels)]
 
 
@@ -580,8 +578,8 @@ def random_order(n):
 def val_batches(dataset, here, img_size, most=None):
     """Yield this process's batches (indices, images, labels), at most 100 images each, from a fixed
     choice of at most `most` images."""
-    own = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
-    batches = own.split(100) if len(own) else ()
+    ids = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
+    batches = ids.split(100) if len(ids) else ()
     loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
     for ids in here.progress(batches, "evaluating"):
         images, labels = next(loaded)
@@ -589,11 +587,11 @@ def val_batches(dataset, here, img_size, most=None):
 
 
 def crop_batch(images, img_size, run, here):
-    """Crop, resize and flip this process's in-memory images (b,C,H,W), each differently, as floats.
+    """Crop, resize and flip this process's in-memory images (b,C,H,W), each differently, to floats.
     Unlike crop_transform, stretches images to the aspect ratio of img_size, as in validation."""
     draws = here.part(torch.rand(run.batch_size, 5, device=images.device))
     area, stretch, y, x, coin = draws.unbind(1)                        # (b,) each, in [0, 1)
-    area = run.crop + (1 - run.crop) * area              # as a fraction of the image area
+    area = run.crop + (1 - run.crop) * area                # as a fraction of the image area
     # square root of the aspect ratio w / h, drawn from 3/4 to 4/3; 1 without a crop
     stretch = ((2 * stretch - 1) * math.log(4 / 3) * (run.crop < 1) / 2).exp()
     h, w = (area.sqrt() / stretch).clamp(max=1), (area.sqrt() * stretch).clamp(max=1)
@@ -663,7 +661,7 @@ def draw_shapes(n, img_size, seed):
         inside = ((0.56 + 0.3 * u[3]) * edge - torch.hypot(x, y)) * min(H, W) / 2
         inside = (inside + 0.5).clamp(0, 1).unsqueeze(1)               # (b, 1, H, W) soft edge
         ground, light = u[4:7].transpose(0, 1), 7 * u[7]               # (b, 3, 1, 1), (b, 1, 1)
-        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1  # 0.35 or more apart
+        colour = (ground + 0.35 + 0.3 * u[8:11].transpose(0, 1)) % 1   # 0.35 or more apart
         shade = 0.12 * (x * light.cos() + y * light.sin()).unsqueeze(1)  # (b, 1, H, W)
         image = inside * (colour - shade) + (1 - inside) * (ground + shade)
         images.append((image.clamp(0, 1) * 255).round().byte())        # (b, 3, H, W)
@@ -674,10 +672,10 @@ def draw_shapes(n, img_size, seed):
 @contextmanager
 def open_run(flags, here, name):
     """Claim a run's folder, --name or `name`, and yield it. If the run ends before its first save,
-    the folder goes again. Raises InputError if it exists, without --resume or --overwrite."""
+    the folder is removed. Raises InputError if it exists, without --resume or --overwrite."""
     folder, created = Path(flags.runs, flags.name or name), False
     if here.rank == 0:
-        with suppress(FileExistsError):                    # of runs that start at once, one goes on
+        with suppress(FileExistsError):                    # of two started at once, one goes on
             folder.mkdir(parents=True)
             created = True
     require(any(here.gather(created)) or flags.resume or flags.overwrite, f"{folder} exists: "
@@ -687,7 +685,7 @@ def open_run(flags, here, name):
     finally:
         if created:
             (folder / "last.pt.tmp").unlink(missing_ok=True)
-            with suppress(OSError):                        # unless it is empty
+            with suppress(OSError):                        # if it has files, it stays
                 folder.rmdir()
 
 
@@ -769,7 +767,7 @@ def read_checkpoint(path, heads=None, part="encoder"):
         content["model"] = {name.replace(part, "encoder", 1): value for name, value
                             in content["model"].items() if name.startswith(f"{part}.")}
         require(content["model"], f"--part {part}: {path} has no such part")
-    return {"flags": {}, "mean": cls.mean, "std": cls.std, **content, "config": config,
+    return {**NO_CHECKPOINT, "mean": cls.mean, "std": cls.std, **content, "config": config,
             "path": str(path)}
 
 
@@ -785,10 +783,10 @@ def load_model(source, methods=METHODS):
     return model.eval()
 
 
-def load_encoder(path, part="encoder", heads=None):
+def load_encoder(path, heads=None):
     """Return a checkpoint's encoder in eval mode, a vit.ViT. Its mean and std are those of its
-    input, for vit.normalize. For `part`, see read_checkpoint."""
-    content = read_checkpoint(path, heads, part)
+    input, for vit.normalize. For `heads`, see vit.sizes_of."""
+    content = read_checkpoint(path, heads)
     state = {name.removeprefix("encoder."): value for name, value in content["model"].items()
              if name.startswith("encoder.")}
     sizes = {name: content["config"][name]
@@ -806,11 +804,13 @@ def initialize(model, start):
     state = model.from_mae(start["model"]) if hasattr(model, "from_mae") else start["model"]
     missing, unused = transfer(model, state, grid_of(**start["config"]))
     for text, names in (("not in the file, newly initialised", missing), ("not loaded", unused)):
-        parts = {".".join(k.split(".")[:2 if k.startswith("encoder.") else 1]) for k in names}
+        parts = {re.match(r"(encoder\.)?\w+", name)[0] for name in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
     if tuple(start["mean"]) != tuple(model.mean):          # MINR's input is not normalised
         print(f"note    {start['path']} was trained with another mean and std of images")
+
+
 # -------------------------------------------------------------------------------------- processes
 class Process(namedtuple("Process", "rank world device dtype workers")):
     """This process, one of `world`: its device, precision, and number of workers."""
@@ -824,7 +824,7 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
         return batch.chunk(self.world)[self.rank]
 
     def gather(self, value):
-        """Return a list of the values that all processes have."""
+        """Return a list of each process's value."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
@@ -832,8 +832,9 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
 
     def mean(self, sums, n):
         """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
-        *totals, n = map(sum, zip(*self.gather([*map(float, sums.values()), n])))
-        return {name: value / n for name, value in zip(sums, totals)}
+        all_sums = self.gather({name: float(value) for name, value in sums.items()})
+        n = sum(self.gather(n))
+        return {name: sum(each[name] for each in all_sums) / n for name in sums}
 
     def progress(self, items, title, **more):
         """Return a progress bar over `items`. In a log file, it writes a line per minute."""
@@ -926,9 +927,9 @@ RUN = {
 RECIPE = {
     "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (tuple(OPTIMIZERS), "which optimizer to use"),
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256"),
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, higher for few images"),
     "blr": (not_negative, "learning rate for a batch of 256"),
-    "min_lr": (not_negative, "final learning rate of the cosine schedule"),
+    "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (betas, "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
@@ -946,7 +947,7 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
     workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))), amp="auto",
     seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False, resume=False,
-    overwrite=False, min_lr=0.0, mask="random", teacher=None, same_class=None)
+    overwrite=False, mask="random", teacher=None, same_class=None)
 
 
 def new_parser(script, usage, words):
@@ -999,7 +1000,7 @@ def shell(main):
     try:
         main()
     except (InputError, OSError) as error:
-        cause = str(error).strip().splitlines()[-1]        # below a worker's traceback
+        cause = str(error).strip().splitlines()[-1]        # a worker's traceback comes first
         print(f"{Path(sys.argv[0]).name}: error: {cause}", file=sys.stderr)
         sys.exit(2)
     if dist.is_initialized():
@@ -1012,7 +1013,7 @@ def main(argv=None):
     words = words_of(argv)
     parser = new_parser("train.py", f"--method {'|'.join(METHODS)}", words)
     parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)")
-    cls = METHODS[parser.parse_known_args(words)[0].method]            # it decides on other flags
+    cls = METHODS[parser.parse_known_args(words)[0].method]            # decides on other flags
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.set_defaults(data="shapes", eval_images=1000)
     add_flags(parser, "data and device", DATA)

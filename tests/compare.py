@@ -1,11 +1,11 @@
 """Compare methods over seeds, with the commands a user types:
 
-    python -m tests.compare mae yours:momentum=0.99 --data cifar10 --seeds 0 1 2
+    python -m tests.compare mae yours --data cifar10 --seeds 0 1 2
 
-Each method, with its own flags after colons, is pretrained with each seed and evaluated. The
-tables show mean ± standard deviation, the differences from the first method seed by seed, and
-whether they are clear by the rule in tests/docs/RESULTS.md. Other flags go to pretraining. In
-imae:teacher={mae}, {mae} is the checkpoint of the method mae with the same seed.
+Each method, with its own flags after colons (mae:mask_ratio=0.5), is pretrained with each seed and
+evaluated. The tables show mean ± standard deviation, the differences from the first method seed by
+seed, and whether they are clear by the rule in tests/docs/RESULTS.md. Other flags go to
+pretraining. In imae:teacher={mae}, {mae} is the checkpoint of the method mae with the same seed.
 
 Each result is a line of --out. Repeat a command to continue where it stopped. If a method's file or
 vit.py has changed since, the method is trained again.
@@ -31,6 +31,7 @@ from threading import Event, Lock
 from unittest.mock import patch
 
 import torch
+import torchvision
 
 import train
 import vit
@@ -318,6 +319,8 @@ def main(argv=None):
         for spec in args.methods:
             *_, command = pretraining(spec, args, 0, "runs", slug)
             train.main(shlex.split(command)[2:])
+    if args.data in ("cifar10", "cifar100"):               # downloaded once, not by several --jobs
+        getattr(torchvision.datasets, args.data.upper())("data", download=True)
     failed = run_all([
         (dict(table=table, encoder=spec, seed=seed, source=sources[spec]),
          [*chain(spec, args, seed, f"runs/compare/{slug(table)}/{seed}")])

@@ -1,7 +1,7 @@
 """Play with masks: hide patches of an image on a page, and see at once what models predict.
 
     python -m tests.play                               # our five trained models
-    python -m tests.play runs/mae_shapes runs/own --image photo.jpg
+    python -m tests.play runs/mae_shapes runs/crossmae_shapes --image photo.jpg
     python -m tests.play mae_visualize_vit_base.pth    # a released checkpoint with a decoder
 
 The page opens in a browser on this computer (from another one, use ssh -L 8000:localhost:8000).

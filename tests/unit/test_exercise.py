@@ -221,12 +221,6 @@ def test_whatever_the_file_does(repository, tmp_path, capsys, monkeypatch):
         f"{name} is not checked: its file cannot be imported\n" for name in EXERCISES)
 
 
-def test_checks_start_where_nothing_can_fork(capsys, monkeypatch):
-    monkeypatch.setattr(exercise.sys, "platform", "win32")
-    assert main(["--check", "vit.patchify"]) == 0
-    assert capsys.readouterr().out == "vit.patchify is right\n"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="TASKS.md's commands are for a Unix shell")
 def test_handout(repository, tmp_path):
     """A copy has no solution: neither in a body, nor in a file or change that is not committed.

@@ -155,7 +155,7 @@ def warn(*words):
 
 @pytest.mark.filterwarnings("ignore:cannot read")
 @pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
-def test_files_that_cannot_be_read(tmp_path, monkeypatch, refused, words):
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, words):
     """In training, in memory and in files, others replace unreadable files, which warnings name. No
     program is started for EPS. In validation, one is an error."""
     monkeypatch.chdir(tmp_path)
@@ -169,9 +169,9 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, refused, words):
     code, lines = ended(fork(warn, *words))
     assert code == 0 and not Path("ran").exists()
     assert ["\n".join(lines).count(f"cannot read {path}:") for path in bad] == [1] * len(bad)
-    broken = Path("data/val/b/x.png")
-    broken.touch()
-    refused(train.main, [*words, "--workers", "0", "--name", "new"], str(broken))
+    Path("data/val/b/x.png").touch()
+    code, lines = ended(fork(script, "train.py", *words, "--name", "new"))
+    assert code == 2 and lines[-1].startswith("train.py: error: ") and "val/b/x.png" in lines[-1]
     assert not Path("runs/new").exists()
 
 
@@ -209,7 +209,7 @@ def test_a_run_that_has_saved_nothing_leaves_nothing(pretrain, monkeypatch, owne
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(owner, name, lambda *_, **__: None + 1)
         train.shell(pretrain)
-    assert not Path("runs/mae").exists()
+    assert not Path("runs/mae").exists() and sys.stdout.line_buffering     # as in a log file
     assert pretrain()["epoch"] == 2
 
 
@@ -377,7 +377,8 @@ def test_class_names_of_a_file_of_tensors(tmp_path, names, wanted):
 
 
 LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
-    "train/a/0.png val/b/1.png": "'a', 'b'", "train/train/0.png val/train/0.png": (1, 1, 1),
+    "x/train/a/0.png x/val/a/1.png": "x, which has train/", "train/a/0.png val/b/1.png": "'a', 'b'",
+    "train/train/0.png val/train/0.png": (1, 1, 1),
     "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "test/0.png a/1.png": (1, 1, 0),
     "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
 

@@ -162,7 +162,7 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
     torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
         with pytest.raises(ValueError, match=f"the teacher has {name} .*, this model 99"):
-            imae.teacher_of(mae, {**mae["config"], name: 99})
+            imae.teacher_state(mae, {**mae["config"], name: 99})
     for file in ("runs/mae/last.pt", "mae.pth"):
         pretrain("--method", "imae", "--teacher", file, "--overwrite", name="student")
         model = train.load_model("runs/student/last.pt")
@@ -192,5 +192,7 @@ def test_a_resumed_run_is_one_run(pretrain, folder, monkeypatch):
     said = together("train.py", "--data", folder, *TINY, *DECODER_WORDS, *words[:-2], "--resume",
                     "--name", "two")
     assert "resumed after epoch 2 of 3" in said
+    with pytest.raises(ValueError, match="teacher was {.*}, is None"):
+        pretrain(*words[:2], *words[4:], "--resume", name="part")
     assert same(whole["model"], part["model"]) and len(part["history"]) == 3
     assert same(whole["model"], train.read_checkpoint("runs/two/last.pt")["model"], atol=1e-6)
