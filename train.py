@@ -57,7 +57,6 @@ OPTIMIZERS = {  # functions of the parameter groups and a run's settings
     "adamw": lambda groups, run: torch.optim.AdamW(groups, run.lr, run.betas, fused=True),
     "adam": lambda groups, run: torch.optim.Adam(groups, run.lr, run.betas, fused=True),
     "sgd": lambda groups, run: torch.optim.SGD(groups, run.lr, momentum=0.9, fused=True)}
-# what read_checkpoint returns, without a file
 NO_CHECKPOINT = dict(method=None, config={}, flags={}, model={}, mean=MAE.mean, std=MAE.std)
 
 
@@ -298,8 +297,8 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
         batch_size: if the recipe's exceeds a tenth of the images, the power of two below that tenth
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
-            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. Where
-            the batch was lowered as above, it divides blr's lr only by the square root, see RULE
+            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
+            batch was lowered as above, blr's lr falls with its square root (except SGD's)
         eval_every: so that a run has fewer than 100 validations
     """
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
@@ -529,8 +528,9 @@ def list_photos(root, parts):
 
 def choose_size(data, img_size):
     """Return the image size (H, W), and whether images are small enough to be read once: below 224
-    pixels and, rounded down, at most img_size. The default img_size is the images' or, for files,
-    the largest of 50, at most 224, rounded down to a multiple of 16 (of 8 below 128 pixels)."""
+    pixels and, rounded down, at most img_size. Its default is the images' size. For files, it is
+    the largest height and width of 50, rounded down to a multiple of 16 (of 8 below 128 pixels)
+    or, if one reaches 224, (224, 224)."""
     if data.in_memory:
         return img_size or tuple(data.images.shape[2:]), True
     shapes = []

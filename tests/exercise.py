@@ -368,7 +368,7 @@ def handout(folder, names):
         file.unlink()                                      # some also have solutions
     readme = folder / "README.md"
     text = readme.read_text("utf-8").replace("With these lines", "With a few lines")
-    for picture in re.findall(r"(?s)<p>.*?</p>\n\n(?:\*\w.*?\n\n)?", text):  # with its caption
+    for picture in re.findall(r"(?s)<picture>.*?</picture>\n|<img [^>]*>\n", text):
         if "hero" in picture or "tour" in picture:         # they show solutions
             text = text.replace(picture, "")
     for picture in ("hero.svg", "tour.png", "tour_dark.png"):
