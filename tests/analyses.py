@@ -5,7 +5,7 @@
 MAE:       what mask tokens attend to (CrossMAE Table 6)
 CrossMAE:  what each decoder block contributes (Figure 5, Appendix D); mixing weights (Figure 5c)
 MINR:      images rendered at four times their size
-i-MAE:     how well mixtures are separated (i-MAE Figures 4-7)
+i-MAE:     how well mixtures are separated (i-MAE Figures 4, 6, 7)
 
 Pictures are written into the run's folder. HyperMAE's paper has only reconstructions, which
 tests.evaluate draws.
