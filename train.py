@@ -298,7 +298,7 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
             lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
-            batch was lowered as above, blr's lr falls with its square root (except SGD's)
+            batch was lowered as above, blr's lr falls with its fourth root (except SGD's)
         eval_every: so that a run has fewer than 100 validations
     """
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
@@ -317,7 +317,7 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
             if not usual["lr"] or "blr" in chosen:
                 values["lr"] = values["blr"] * values["batch_size"] / 256
                 if "batch_size" not in chosen and values["optimizer"] != "sgd":
-                    values["lr"] *= (usual["batch_size"] / values["batch_size"]) ** 0.5
+                    values["lr"] *= (usual["batch_size"] / values["batch_size"]) ** 0.75
             values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
         if "eval_every" not in chosen:
             values["eval_every"] = max(1, values["epochs"] // 50, least_eval_every)

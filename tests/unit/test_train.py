@@ -415,8 +415,8 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--epochs 3", 32, 50_000, dict(warmup_epochs=0.3)),
     ("--epochs 800", 32, 50_000, dict(warmup_epochs=1, eval_every=16)),
     ("--mode scratch", 224, 50_000, dict(lr=2e-3, randaug=0, layer_decay=1.0, batch_size=64)),
-    ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 64 / 256 * 0.5 ** 0.5)),
-    ("--size tiny", 96, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.5)),
+    ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 64 / 256 * 0.5 ** 0.25)),
+    ("--size tiny", 96, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.25)),
     ("--size tiny --batch_size 16", 96, 200, dict(lr=1.5e-4 * 16 / 256)),
     ("--mode scratch --size tiny", 32, 50_000, dict(lr=2e-3 / 3 ** 1.5)),          # thrice as wide
     ("--mode scratch --size tiny --blr 0.1", 32, 50_000, dict(lr=0.1 * 64 / 256)),
