@@ -85,10 +85,11 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
     """Choose the settings of a run of --method, build its model, and return both. Defaults are the
     sizes of the checkpoint `start` and, if it is of the same method, its other arguments."""
     cls, config = METHODS[flags.method], start["config"]
+    own, low_res = method_arguments(cls), dict(cls.low_res_recipe)
+    low_res.update({name: cls.low_res_config[name] for name in own if name in cls.low_res_config})
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
-    run = settle(flags, sizes, cls.recipe, {**cls.low_res_recipe, **cls.low_res_config}, images,
-                 cls.lr_scale, own=method_arguments(cls), fixed=fixed, folder=folder,
-                 init=config if start["method"] == flags.method else {})
+    run = settle(flags, sizes, cls.recipe, low_res, images, cls.lr_scale, own=own, fixed=fixed,
+                 init=config if start["method"] == flags.method else {}, folder=folder)
     torch.manual_seed(run.seed)
     return run, cls(**run.config).to(here.device)
 
@@ -388,15 +389,14 @@ SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in d
 
 class ImageDataset(Dataset):
     """Images, labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor (N,C,H,W)
-    or a list of N files. With a `transform`, which files need, workers load images one by one. If
-    `replaces` is set, as for training, another image is shown instead of an unreadable one."""
+    or a list of N files. With a `transform`, which files need, workers load images one by one. A
+    warning names an unreadable file, which another image replaces."""
 
-    def __init__(self, images, labels, classes, replaces=False):
+    def __init__(self, images, labels, classes):
         self.in_memory = torch.is_tensor(images)
         # Bytes in one array: with a list, reference counts would copy all strings into every worker
         self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
-        self.labels, self.classes, self.replaces = torch.as_tensor(labels), classes, replaces
-        self.transform = None
+        self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
 
     def __getitem__(self, key):
         """Return image i and its label for key = (seed, i). The seed is for random transforms."""
@@ -410,7 +410,6 @@ class ImageDataset(Dataset):
                 return self.transform(image), self.labels[i].item()
             except InputError as error:
                 problem = str(error)
-            require(self.replaces, problem)
             warnings.warn(f"{problem}; another image replaces it")
             i = torch.randint(len(self.labels), ()).item()
         raise InputError(f"{problem}; nor can nine others")
@@ -424,8 +423,7 @@ class ImageDataset(Dataset):
 def open_data(name, here, img_size=None, parts=("train", "val"), train_images=None):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
     in memory are on the device."""
-    datasets = [ImageDataset(*found, replaces=part == "train")
-                for part, found in zip(parts, find_images(name, parts, here, img_size))]
+    datasets = [ImageDataset(*found) for found in find_images(name, parts, here, img_size)]
     first, last = datasets[0], datasets[-1]
     require(first.classes == last.classes, f"--data {name}: classes differ between train and val, "
             f"e.g. {sorted({*first.classes} ^ {*last.classes})[:5]}")
@@ -776,7 +774,7 @@ def load_model(source, methods=METHODS):
     is a path or what read_checkpoint returns. Raises InputError if its method is unknown."""
     content = source if isinstance(source, dict) else read_checkpoint(source)
     require(content["method"] in methods, f"{content['path']} has the method {content['method']}, "
-            f"which is not among {', '.join(methods)}: add it to METHODS in train.py")
+            f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py")
     model = methods[content["method"]](**content["config"])
     model.load_state_dict(content["model"])
     model.class_names = content.get("classes", [])

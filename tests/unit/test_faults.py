@@ -156,29 +156,25 @@ def warn(*words):
 @pytest.mark.filterwarnings("ignore:cannot read")
 @pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, words):
-    """In training, in memory and in files, others replace unreadable files, which warnings name. No
-    program is started for EPS. In validation, one is an error."""
+    """In memory and in files, others replace unreadable files, which warnings name, in training and
+    in validation. No program is started for EPS."""
     monkeypatch.chdir(tmp_path)
     Path("gs").write_text("#!/bin/sh\ntouch ran\n")
     Path("gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     write_pictures(Path("data/val"), "ab", 6)
     write_pictures(Path("data/train"), "ab", 60)
-    bad = write_broken(Path("data/train/a"))
+    bad = write_broken(Path("data/train/a")) + write_broken(Path("data/val/b"))
     words = ["--data", "data", *TINY, *DECODER, *words]
     code, lines = ended(fork(warn, *words))
     assert code == 0 and not Path("ran").exists()
-    assert ["\n".join(lines).count(f"cannot read {path}:") for path in bad] == [1] * len(bad)
-    Path("data/val/b/x.png").touch()
-    code, lines = ended(fork(script, "train.py", *words, "--name", "new"))
-    assert code == 2 and lines[-1].startswith("train.py: error: ") and "val/b/x.png" in lines[-1]
-    assert not Path("runs/new").exists()
+    assert all(f"cannot read {path}:" in "\n".join(lines) for path in bad)
 
 
 @pytest.mark.filterwarnings("ignore:cannot read")
 def test_what_replaces_an_image(tmp_path):
-    """In training, other images of files, with their labels, replace unreadable ones, and none does
-    so often. Readable images are drawn as ever. If most cannot be read, training ends."""
+    """Other images of files, with their labels, replace unreadable ones, and none does so often.
+    Readable images are drawn as ever. If most cannot be read, the run ends."""
     for part in ("train", "val"):
         write_pictures(tmp_path / part, "ab", 40)
     for i in range(30):                                    # these sort together

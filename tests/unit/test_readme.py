@@ -72,6 +72,8 @@ def test_forks(pretrain, monkeypatch):
         monkeypatch.setitem(train.METHODS, "fork", cls[0])
         run = pretrain("--method", "fork", *(data or []), "--overwrite", name="fork", own=DECODER)
         assert run["history"][-1]["loss"] > 0
+        # only settings that its constructor takes are listed
+        assert ("norm_pix_loss" in run["flags"]["origin"]) == ("norm_pix_loss" in run["config"])
         if not data:                                       # bench reads no images
             bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
         if cls[0].reconstruct:
