@@ -4,8 +4,8 @@ Start at the top. `pretrain` claims a run's folder, opens the data and chooses a
 `fit` trains: its two loops, over epochs and over steps, fit on one page. The other sections are:
 settings, evaluation, data, checkpoints, processes, command line.
 
-Three records describe a run: `flags` is the command line (None: not given), `run` holds every
-setting, which `settle` chooses and nothing can change, and `here` is this process and its device.
+Three records describe a run: `flags` is the command line with DEFAULTS, `run` holds every setting,
+which `settle` chooses and nothing can change, and `here` is this process and its device.
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
@@ -124,7 +124,7 @@ def fit(task):
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
-            seed = hash((run.seed, epoch - 1, step))       # of numbers: equal in all processes
+            seed = hash((run.seed, epoch - 1, step))       # the same in all processes
             torch.manual_seed(seed)                        # for crops, masks and i-MAE's alpha
             batch = task.draw(images, labels)
             metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
@@ -134,7 +134,7 @@ def fit(task):
             sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0 or step == steps:
                 loss = metrics["loss"].item()              # the only host-device sync
-                # in fp16, the scaler skips steps that overflow and halves its scale; 1 is too low
+                # in fp16, the scaler skips steps that overflow and halves its scale, at worst to 1
                 require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at "
                         f"epoch {epoch}, step {step}: use --clip_grad or a lower --lr")
                 bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
@@ -295,11 +295,11 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every
     arguments ("default"); `recipe`, how to train; `low_res`, for images of up to 64 pixels, or if
     the encoder is no wider than micro; `init`, what --init's file has of `own`; the flags. Some are
     "derived" if no flag sets them:
-        batch_size: if the recipe's exceeds a tenth of the images, the power of two below that tenth
+        batch_size: if the recipe's exceeds a tenth of the images, the largest power of two up to it
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
             lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
-            batch was lowered as above, blr's lr falls with its fourth root (except SGD's)
+            batch was lowered as above, blr's lr falls with its fourth root (with SGD, linearly)
         eval_every: so that a run has fewer than 100 validations
     """
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
@@ -390,7 +390,7 @@ SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in d
 class ImageDataset(Dataset):
     """Images, labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor (N,C,H,W)
     or a list of N files. With a `transform`, which files need, workers load images one by one. A
-    warning names an unreadable file, which another image replaces."""
+    warning names an unreadable file; another image and its label replace it."""
 
     def __init__(self, images, labels, classes):
         self.in_memory = torch.is_tensor(images)
@@ -669,8 +669,8 @@ def draw_shapes(n, img_size, seed):
 # ------------------------------------------------------------------------------------ checkpoints
 @contextmanager
 def open_run(flags, here, name):
-    """Claim a run's folder, --name or `name`, and yield it. If the run ends before its first save,
-    the folder is removed. Raises InputError if it exists, without --resume or --overwrite."""
+    """Claim a run's folder, --name or `name`, and yield it. If the run fails before its first save,
+    a new folder is removed. Raises InputError if it exists, without --resume or --overwrite."""
     folder, created = Path(flags.runs, flags.name or name), False
     if here.rank == 0:
         with suppress(FileExistsError):                    # of two started at once, one goes on
@@ -715,7 +715,7 @@ def save_run(task, optimizer, scaler, history, columns):
 
 def resume(task, optimizer, scaler):
     """Load the run's last.pt, and return the rows of its log, or [] if there is none. Raises
-    InputError if the model, the data, the seed or the optimizer has changed."""
+    InputError if model, number of images, class names, seed or optimizer differ."""
     run, path = task.run, task.run.folder / "last.pt"
     found = task.here.gather(path.exists())
     require(all(found) or not any(found), f"not all processes find {path}: --runs must be on a "
@@ -925,7 +925,7 @@ RUN = {
 RECIPE = {
     "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (tuple(OPTIMIZERS), "which optimizer to use"),
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, higher for few images"),
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, more if images are few"),
     "blr": (not_negative, "learning rate for a batch of 256"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (betas, "betas of Adam and AdamW, e.g. 0.9,0.95"),

@@ -232,8 +232,8 @@ class ViT(nn.Module):
 
     def mask(self, images, noise, mask_ratio):
         """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
-        `noise` (B,L) is random by default. A bool `noise` is the mask itself, True = masked, whose
-        rows mask equally many patches; mask_ratio is then not used. Otherwise raises ValueError."""
+        `noise` (B,L) is random by default. A bool `noise` is the mask itself, True = masked; then
+        mask_ratio is not used. Raises ValueError if its rows mask different numbers of patches."""
         B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
