@@ -82,11 +82,10 @@ def sincos_pos_embed(dim, grid):
 
 
 # ------------------------------------------------------------------------------------------ masking
-def masking(noise, mask_ratio):
+def masking(noise, K):
     """Mask patches (MAE Sec. 3, "Masking") by sorting noise (B,L), as in the release: the K patches
-    with the lowest noise stay visible (see visible_count). Returns ids_keep (B,K) and ids_mask
-    (B,L-K), both sorted by noise, and mask (B,L), float, 1 = masked."""
-    K = visible_count(noise.shape[1], mask_ratio)
+    with the lowest noise stay visible. Returns ids_keep (B,K) and ids_mask (B,L-K), both sorted by
+    noise, and mask (B,L), float, 1 = masked."""
     order = noise.argsort(dim=1, stable=True)              # (B, L) stable: ties in raster order
     ids_keep, ids_mask = order[:, :K], order[:, K:]                    # (B, K), (B, L-K)
     mask = torch.ones_like(noise).scatter(1, ids_keep, 0)              # (B, L)
@@ -233,18 +232,19 @@ class ViT(nn.Module):
     def mask(self, images, noise, mask_ratio):
         """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
         `noise` (B,L) is random by default. A bool `noise` is the mask itself, True = masked; then
-        mask_ratio is not used. Raises ValueError if its rows mask different numbers of patches."""
+        mask_ratio is not used. Raises ValueError unless all rows leave equally many visible."""
         B, L = images.shape[0], self.num_patches
         if noise is None:
             noise = mask_noise("random", B, self.grid, images.device)
         if noise.shape != (B, L):
             raise ValueError(f"noise has shape {tuple(noise.shape)}, but must have {(B, L)}")
         if noise.dtype == torch.bool:
-            masked = noise.sum(dim=1)                                  # (B,)
-            if (masked != masked[0]).any():
-                raise ValueError(f"all images must have equally many masked patches, not {masked}")
-            mask_ratio = (masked[0].item() - 0.5) / L      # visible_count rounds the rest down
-        return masking(noise.float(), mask_ratio)                      # (B, K), (B, L-K), (B, L)
+            K, *others = (~noise).sum(dim=1).unique().tolist()         # one count for all images
+            if others or K in (0, L):
+                raise ValueError(f"images need equally many visible patches: {[K, *others]} of {L}")
+        else:
+            K = visible_count(L, mask_ratio)
+        return masking(noise.float(), K)                               # (B, K), (B, L-K), (B, L)
 
     def embed(self, images, ids_keep=None):
         """Embed all patches of images (B,C,H,W), or only ids_keep (B,K), and add their positions.
@@ -368,22 +368,19 @@ def linear_weight(weight):
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
-def linear_patch_embed(state):
-    """Turn a state dict's convolution, `patch_embed.proj`, into our linear layer, `patch_embed`."""
-    return {name.replace("patch_embed.proj.", "patch_embed."):
-            linear_weight(value) if name.endswith("patch_embed.proj.weight") else value
-            for name, value in state.items()}
-
-
 def from_released(state):
     """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
-    "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding
-    becomes a linear layer. Decoders and heads keep their names. The prefixes `module.` and
-    `_orig_mod.`, from DistributedDataParallel and torch.compile, are removed."""
-    state = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value
-             for name, value in state.get("model", state).items()}
-    return {("encoder." if name.startswith(ENCODER_NAMES) else "") + name: value
-            for name, value in linear_patch_embed(state).items()}
+    "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding,
+    a convolution `patch_embed.proj`, becomes a linear layer. Decoders and heads keep their names.
+    The prefixes `module.` and `_orig_mod.`, from DistributedDataParallel and torch.compile, go."""
+    ours = {}
+    for name, value in state.get("model", state).items():
+        name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
+        if name.endswith("patch_embed.proj.weight"):
+            value = linear_weight(value)
+        name = name.replace("patch_embed.proj.", "patch_embed.")
+        ours["encoder." + name if name.startswith(ENCODER_NAMES) else name] = value
+    return ours
 
 
 def resize_pos_embed(pos_embed, grid, new_grid):
@@ -425,24 +422,27 @@ def transfer(model, state, grid):
     Positions are interpolated unless the state dict's `grid` (h, w) is the model's. Returns the
     names not set in the model, and the names not used from `state`. Raises InputError if these
     include any encoder parameters other than norm and extra tokens."""
-    own, state, resized = model.state_dict(), dict(state), []
+    own, state = model.state_dict(), dict(state)
     if grid != model.encoder.grid:
-        resized = sorted(k for k in own.keys() & state.keys() if k.endswith("pos_embed"))
-    for name in resized:
-        state[name] = resize_pos_embed(state[name], grid, model.encoder.grid)
-    names = own.keys() | state.keys()
-    shapes = {k: [tuple(x[k].shape) if k in x else "nothing" for x in (state, own)] for k in names}
-    fits = {k for k in names if shapes[k][0] == shapes[k][1]}
-    wrong = sorted(k for k in names - fits if k.startswith("encoder.")
-                   and not k.startswith(("encoder.norm.", "encoder.extra_tokens")))
-    require(not wrong, "; ".join("{}: the file has {}, the model {}".format(k, *shapes[k])
-                                 for k in wrong[:3]))
-    teacher = {k for k in names if k.startswith("teacher.")}
-    rest = {k for k in names - teacher if not k.startswith("encoder.")}
-    for part in (teacher, rest):
-        if not part <= fits:                               # all of it or nothing
-            fits -= part
-    model.load_state_dict({k: state[k] for k in fits}, strict=False)
-    if fits.intersection(resized):
+        for name in own.keys() & state.keys():
+            if name.endswith("pos_embed"):
+                state[name] = resize_pos_embed(state[name], grid, model.encoder.grid)
         print("positions resized from {}x{} to {}x{} patches".format(*grid, *model.encoder.grid))
-    return sorted(own.keys() - fits), sorted(state.keys() - fits)
+
+    ours, theirs = ({name: tuple(x.shape) for name, x in each.items()} for each in (own, state))
+    names = sorted(ours.keys() | theirs.keys())
+    fitting = {name for name in names if ours.get(name) == theirs.get(name)}
+    encoder = [name for name in names if name.startswith("encoder.")]
+    teacher = [name for name in names if name.startswith("teacher.")]
+    rest = [name for name in names if not name.startswith(("encoder.", "teacher."))]
+    wrong = [f"{name}: the file has {theirs.get(name, 'nothing')}, the model "
+             f"{ours.get(name, 'nothing')}" for name in encoder if name not in fitting
+             and not name.startswith(("encoder.norm.", "encoder.extra_tokens"))]
+    require(not wrong, "; ".join(wrong[:3]))
+
+    loaded = fitting.intersection(encoder)
+    for part in (teacher, rest):                           # all of it or nothing
+        if fitting.issuperset(part):
+            loaded.update(part)
+    model.load_state_dict({name: state[name] for name in loaded}, strict=False)
+    return sorted(own.keys() - loaded), sorted(state.keys() - loaded)

@@ -142,16 +142,16 @@ def normalize_patches(patches, slip=""):
 @exercise(
     "vit.masking", "MAE Sec. 3, Masking", "sort noise to choose visible patches",
     ("ids_keep: image, place", "ids_mask: image, place", "mask: image, patch"),
-    lambda vit: [(torch.rand(3, 6), 0.6), (torch.randn(2, 35), 0.8)],
+    lambda vit: [(torch.rand(3, 6), 2), (torch.randn(2, 35), 7)],
     highest="the patches with the highest noise are visible. Those with the lowest should be.",
     inverted="the mask is inverted. 1 is masked, 0 visible.",
-    count="K is wrong. It is visible_count(L, mask_ratio), which rounds down.",
+    count="K patches are masked. K is the number of visible ones.",
     raster="the ids are in raster order. They should be sorted by noise.",
     ranks="the ids are the ranks of the patches. They should be the patches, sorted by rank.",
     shuffled="the mask is sorted by noise. Its entry i should be for patch i.")
-def masking(noise, mask_ratio, slip=""):
+def masking(noise, K, slip=""):
     L = noise.shape[1]
-    K = L - int(L * mask_ratio) if slip == "count" else int(L * (1 - mask_ratio))
+    K = L - K if slip == "count" else K
     ids, mask = [], torch.ones(noise.shape)
     for b, row in enumerate(noise.tolist()):
         order = sorted(range(L), key=row.__getitem__, reverse=slip == "highest")
@@ -321,7 +321,7 @@ def loss_cases(mae):
     **LOSS_SLIPS)
 def mae_forward(self, images, noise=None, slip=""):
     noise = torch.rand(len(images), 6) if noise is None or slip == "ignored" else noise
-    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
+    ids_keep, ids_mask, _ = masking(noise, int(6 * (1 - self.mask_ratio)))
     seen = torch.cat([ids_keep, ids_mask], dim=1) if slip == "leak" else ids_keep
     z = self.encode(images, seen)
     loss = mean_error(self, images, z[:, :1 + ids_keep.shape[1]], ids_keep, ids_mask, slip)
@@ -579,7 +579,7 @@ def imae_forward(self, images, noise=None, partners=None, alpha=None, slip=""):
     if alpha is None:
         alpha = self.draw_alpha("cpu")
     mix, xs = mix_images(self, images, partners, alpha)
-    ids_keep, ids_mask, _ = masking(noise, self.mask_ratio)
+    ids_keep, ids_mask, _ = masking(noise, int(6 * (1 - self.mask_ratio)))
     recon, distill = [], torch.tensor(0.0)
     for i, z in enumerate(self.encode(mix, ids_keep)):
         target = mix if slip == "mixture" else xs[1 - i if slip == "targets" else i]

@@ -25,7 +25,6 @@ return torch.stack([x.permute(0, 2, 3, 1).flatten(1) for x in squares], dim=1)""
         ("squares =", "images.add_(1)\nsquares =", "its argument images in place"),
         ("squares =", "images = images.double()\nsquares =", "yours torch.float64")]),
     "vit.masking": ("""
-K = visible_count(noise.shape[1], mask_ratio)
 order = noise.argsort(dim=1)
 mask = (order.argsort(dim=1) >= K).float()
 return order[:, :K], order[:, K:], mask""", [
@@ -206,7 +205,7 @@ def test_whatever_the_file_does(repository, tmp_path, capsys, monkeypatch):
             (right, "vit.masking is right\n"), ("exit()", "raises an error\n"),
             (right.replace("noise.arg", "(-noise).arg"), "Hint: the patches with the highest"),
             ("import os; os._exit(0)", "ends the process (exit code 0)"),
-            ("return masking(noise, mask_ratio)", "RecursionError"),
+            ("return masking(noise, K)", "RecursionError"),
             ("return noise +", "cannot be imported"),
             ("while True: pass", "takes more than 1 seconds"),
             (f"print('K is 9')\n{right}", "is right\n  It printed:\n  K is 9\n")):

@@ -183,7 +183,7 @@ def jpeg(side):
     ("/image", b"", WRONG), ("/image", jpeg(60_000), WRONG),
     ("/order", b"other", "not one of random, grid, block"),
     ("/predict", b"no JSON", "Expecting value"),
-    ("/predict", json.dumps(dict(mask=[True] * 64, image=URL)), "0 of 64"),
+    ("/predict", json.dumps(dict(mask=[True] * 64, image=URL)), "[0] of 64"),
     ("/predict", json.dumps(dict(mask=[False] * 9, image=URL)), "noise has shape")])
 def test_bad_requests(send, path, body, words):
     status, text = send(path, body)

@@ -51,20 +51,20 @@ def test_visible_patches():
     for ratio in (0.0, 1.0):
         with pytest.raises(ValueError, match=f"mask_ratio {ratio} must be above 0 and below 1"):
             visible_count(196, ratio)
-    assert masking(torch.zeros(1, 999), 0.5)[0][0].tolist() == [*range(499)]
+    assert masking(torch.zeros(1, 999), 499)[0][0].tolist() == [*range(499)]
 
 
 def test_patterns_of_noise():
     """"grid" keeps one of every four patches, "block" masks regions. All draws are from the
     generator."""
-    mask = masking(mask_noise("grid", 3, (8, 6)), 0.75)[2].view(3, 8, 6)
+    mask = masking(mask_noise("grid", 3, (8, 6)), 12)[2].view(3, 8, 6)
     assert not mask[:, ::2, ::2].any() and mask.sum() == 3 * 36
     alike = {}
     for kind in ("random", "grid", "block"):
         a, b, c = (mask_noise(kind, 200, (14, 14), generator=torch.Generator().manual_seed(seed))
                    for seed in (1, 1, 2))
         assert torch.equal(a, b) and not torch.equal(a, c)
-        mask = masking(a, 0.6)[2].view(200, 14, 14)
+        mask = masking(a, 78)[2].view(200, 14, 14)
         assert (mask.sum((1, 2)) == 196 - 78).all()
         alike[kind] = (mask[:, 1:] == mask[:, :-1]).float().mean()     # of neighbours
     assert alike["block"] > 0.85 > 0.55 > alike["random"]
@@ -113,6 +113,9 @@ def test_what_does_not_fit():
     for noise in (torch.rand(2, 9), torch.rand(1, 12)):
         with pytest.raises(ValueError, match=r"have \(2, 12\)"):
             vit().mask(torch.randn(2, 5, 8, 12), noise, 0.5)
+    for n in (0, 13, 24):                                  # masked: none, different numbers, all
+        with pytest.raises(ValueError, match="equally many visible patches: .* of 12"):
+            vit().mask(torch.randn(2, 5, 8, 12), torch.arange(24).view(2, 12) < n, None)
 
 
 def test_published_sizes():
