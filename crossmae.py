@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, gather_patches, init_weights,
-                 normalize_patches, patchify, require, sincos_pos_embed, visible_count)
+                 normalize_patches, patchify, require, sincos_pos_embed)
 
 
 class CrossAttention(nn.Module):
@@ -112,8 +112,9 @@ class CrossMAE(nn.Module):
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, prediction_ratio=0.75, norm_pix_loss=True, decoder_dim=512,
-                 decoder_depth=12, decoder_heads=16, feature_maps="all", include_input=True,
-                 self_attention=False, softmax_weights=False, project_maps=False):
+                 decoder_depth=12, decoder_heads=16, feature_maps: tuple = "all",
+                 include_input=True, self_attention=False, softmax_weights=False,
+                 project_maps=False):
         super().__init__()
         self.inter_block = feature_maps != "last"          # whether to mix maps (Sec. 3.4)
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads,
@@ -122,11 +123,8 @@ class CrossMAE(nn.Module):
         self.softmax_weights = softmax_weights
         L = self.encoder.num_patches
         self.skipped = int(L * (mask_ratio - prediction_ratio))        # not predicted: item 2
-        require(prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be at "
-                                                f"most mask_ratio {mask_ratio}: set both")
-        require(prediction_ratio > 0 and visible_count(L, mask_ratio) + self.skipped < L,
-                f"prediction_ratio {prediction_ratio} is too small: none of the {L} patches would "
-                f"be predicted")
+        require(0 < prediction_ratio <= mask_ratio, f"prediction_ratio {prediction_ratio} must be "
+                f"above 0 and at most mask_ratio {mask_ratio}: set both")
         require(decoder_depth >= 1, f"decoder_depth {decoder_depth} must be at least 1")
         p, q = self.encoder.patch_size
 
@@ -188,7 +186,8 @@ class CrossMAE(nn.Module):
         metrics is {"loss": the detached loss}. With the default noise and no self_attention, the
         loss is an unbiased estimate of the error over all masked patches (Sec. 3.3, 4.4)."""
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
-        ids = ids_mask[:, self.skipped:]                               # (B, P) Sec. 3.3; item 3
+        skipped = min(self.skipped, ids_mask.shape[1] - 1)             # predict at least one
+        ids = ids_mask[:, skipped:]                                    # (B, P) Sec. 3.3; item 3
         pred = self.decode(self.encode(images, ids_keep), ids)         # (B, P, p*p*C)
         # (B, P, p*p*C), float32: the pixels of the same patches
         target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()
