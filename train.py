@@ -21,10 +21,10 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 import warnings
-import zipfile
 import zlib
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext, suppress
@@ -68,7 +68,7 @@ def pretrain(flags):
         if flags.init:
             start = read_checkpoint(flags.init, flags.heads)
         if flags.teacher:
-            teacher = read_checkpoint(flags.teacher, flags.heads)
+            teacher = read_checkpoint(flags.teacher)       # --heads is for the encoder
             fixed["teacher"] = {x: teacher["config"][x] for x in ("dim", "depth", "heads")}
         size = flags.img_size or start["config"].get("img_size")
         train, val, img_size = open_data(flags.data, here, size, train_images=flags.train_images)
@@ -85,11 +85,14 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
     """Choose the settings of a run of --method, build its model, and return both. Defaults are the
     sizes of the checkpoint `start` and, if it is of the same method, its other arguments."""
     cls, config = METHODS[flags.method], start["config"]
-    own, low_res = method_arguments(cls), dict(cls.low_res_recipe)
-    low_res.update({name: cls.low_res_config[name] for name in own if name in cls.low_res_config})
+    own = cls.__init__.__kwdefaults__ or {}                # keyword-only arguments: {name: default}
+    low_res = {name: cls.low_res_config[name] for name in own if name in cls.low_res_config}
+    low_res.update(cls.low_res_recipe)
+    same = start["method"] == flags.method
+    init = {name: config[name] for name in own if same and name in config}
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
     run = settle(flags, sizes, cls.recipe, low_res, images, cls.lr_scale, own=own, fixed=fixed,
-                 init=config if start["method"] == flags.method else {}, folder=folder)
+                 init=init, folder=folder)
     torch.manual_seed(run.seed)
     return run, cls(**run.config).to(here.device)
 
@@ -97,36 +100,36 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
 def fit(task):
     """Train for --epochs epochs, or the rest of them with --resume, and return the last row of
     log.jsonl. `task` is a Pretraining or a Finetuning."""
-    run, here, model, data = task.run, task.here, task.model, task.data
-    n, pieces = len(data.labels), here.world * run.accum
-    require(run.batch_size <= n and run.batch_size % pieces == 0,
+    run, here, model, n = task.run, task.here, task.model, len(task.data.labels)
+    require(run.batch_size <= n and run.batch_size % (here.world * run.accum) == 0,
             f"--batch_size {run.batch_size} must be at most {n} (training images) and "
             f"divisible by {here.world} processes x --accum {run.accum}")
     steps = n // run.batch_size
-    optimizer = OPTIMIZERS[run.optimizer](task.groups(), run)
+    optimizer = OPTIMIZERS[run.optimizer](task.parameter_groups(), run)
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
     describe(task, steps)
     history = resume(task, optimizer, scaler) if run.resume else []
     net, saved_at = wrap(model, run, here), time.perf_counter()
-    done = history[-1]["epoch"] if history else 0          # epochs
-    batches = load_images(data, draw_keys(task, range(done, run.epochs)), here)
-    # epoch 0, for --epochs 0, only evaluates and saves the model
-    for epoch in range(done + 1, run.epochs + 1) if run.epochs or history else [0]:
+    # with --epochs 0, epoch 0 only evaluates and saves the model
+    first = history[-1]["epoch"] + 1 if history else min(1, run.epochs)
+    epochs = range(first, run.epochs + 1)
+    batches = load_images(task.data, draw_keys(task, epochs), here)
+    for epoch in epochs:
         net.train()
         row, sums, waited, began = {"epoch": epoch}, {}, 0.0, time.perf_counter()
         bar = here.progress(range(1, steps + 1) if epoch else (), f"epoch {epoch}/{run.epochs}",
                             unit="img", unit_scale=run.batch_size)
         for step in bar:
-            asked = time.perf_counter()
+            start = time.perf_counter()
             images, labels = next(batches)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - start
 
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
             seed = hash((run.seed, epoch - 1, step))       # the same in all processes
             torch.manual_seed(seed)                        # for crops, masks and i-MAE's alpha
-            batch = task.draw(images, labels)
+            batch = task.draw_batch(images, labels)
             metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
             if hasattr(model, "after_step"):               # a momentum teacher, for example
                 model.after_step((epoch - 1 + step / steps) / run.epochs)
@@ -140,13 +143,14 @@ def fit(task):
                 bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
         seconds = time.perf_counter() - began
         if epoch > 0:
-            row.update(lr=lr, **here.mean(sums, steps),
+            row.update(lr=lr, **here.mean_over_processes(sums, steps),
                        wait=round(waited / seconds, 3),
                        img_s=round(steps * run.batch_size / seconds, 1))
-        due = epoch % run.eval_every == 0 or epoch == run.epochs
-        scores, columns = task.evaluate() if due else ({}, None)
+        validate = epoch % run.eval_every == 0 or epoch == run.epochs
+        keep = run.keep_every and epoch % run.keep_every == 0
+        scores, columns = task.evaluate() if validate else ({}, None)
         history.append({**row, **scores})
-        if here.rank == 0 and (due or time.perf_counter() - saved_at > 60):
+        if here.rank == 0 and (validate or keep or time.perf_counter() - saved_at > 60):
             save_run(task, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
         shown = [f"{name} {history[-1][name]:.4g}" for name in
@@ -161,15 +165,15 @@ def fit(task):
 
 
 def train_step(net, optimizer, scaler, batch, seed, task):
-    """Take one optimizer step, in --accum pieces. `batch` is this process's part, from task.draw.
-    Returns metrics {name: value} on the device. Never synchronises host and device."""
+    """Take an optimizer step, in --accum pieces, with `batch` from task.draw_batch. Returns metrics
+    {name: value} on the device. Never synchronises host and device."""
     run, here, metrics = task.run, task.here, {}
     for i in range(run.accum):
         # i-MAE's alpha, a scalar, goes to every piece
         piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]
         # MINR's pixels are the same in all pieces and processes; drop path and mixing differ
-        torch.manual_seed(seed if task.same_draws else seed + here.rank * run.accum + i)
-        inputs = task.inputs(*piece)                       # a piece at a time: floats are large
+        torch.manual_seed(seed if task.pieces_draw_alike else seed + here.rank * run.accum + i)
+        inputs = task.model_inputs(*piece)                 # a piece at a time: floats are large
         sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with here.autocast():
@@ -187,9 +191,10 @@ def train_step(net, optimizer, scaler, batch, seed, task):
 
 
 class Pretraining:
-    """What `fit` has to know about pretraining; finetune.Finetuning is its counterpart."""
+    """What `fit` trains, like finetune.Finetuning. It calls parameter_groups once, draw_batch in
+    each step, model_inputs for each of a step's --accum pieces, and evaluate after epochs."""
 
-    same_draws = True                      # all pieces of a batch draw the same (MINR's pixels)
+    pieces_draw_alike = True                               # in the model (MINR's pixels)
 
     def __init__(self, run, here, model, data, val):
         self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
@@ -199,14 +204,15 @@ class Pretraining:
         if not data.in_memory:                             # instead of open_data's centre crop
             data.transform = crop_transform(model.encoder.img_size, run)
 
-    def groups(self):
+    def parameter_groups(self):
         """Return two groups of parameters, with and without weight decay: not biases and norms."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return [dict(params=[p for p in trained if p.ndim > 1], weight_decay=self.run.weight_decay),
                 dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
 
-    def draw(self, images, labels):
-        """Return this process's part of a step: images, noise, for pairs also partners, alpha."""
+    def draw_batch(self, images, labels):
+        """Return this process's part of a step: images, noise, for pairs also partners, alpha.
+        Random numbers are drawn for the whole batch, the same ones in all processes."""
         run, here = self.run, self.here
         halves = images.chunk(2 if self.pairs else 1)      # with pairs, partners come last
         if self.data.in_memory:
@@ -216,7 +222,7 @@ class Pretraining:
         alpha = [self.model.draw_alpha(here.device)] if self.pairs == "images" else []
         return [halves[0], here.part(noise), *halves[1:], *alpha]
 
-    def inputs(self, *piece):
+    def model_inputs(self, *piece):
         """Return the model's arguments for a piece of the batch: its images are normalised."""
         return [normalize(x, self.model) if x.ndim == 4 else x for x in piece]
 
@@ -227,11 +233,11 @@ class Pretraining:
 
 
 def draw_keys(task, epochs):
-    """Yield, for each step of `epochs`, the keys (b,2) of this process's images. A key is a crop
-    seed and an image's index. With pairs, a step's images come first, then their partners."""
+    """Yield, for each step of `epochs` (1, 2, ...), the keys (b,2) of this process's images. A key
+    is a crop seed and an image's index. With pairs, partners come after a step's images."""
     run, labels, n = task.run, task.data.labels, len(task.data.labels)
     for epoch in epochs:
-        seed = hash((run.seed, epoch))
+        seed = hash((run.seed, epoch - 1))
         g = torch.Generator().manual_seed(seed)
         order = torch.randperm(n, generator=g)[:n - n % run.batch_size]
         keys = [keys_of(order, seed)]
@@ -273,11 +279,14 @@ def wrap(model, run, here):
 
 def describe(task, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
-    run, here, model, data = task.run, task.here, task.model, task.data
-    n_val, encoder = len(task.val.labels[:run.eval_images]), model.encoder
+    run, here, model, encoder = task.run, task.here, task.model, task.model.encoder
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {run.data}: {run.images} train, {n_val} val, {encoder.img_size} pixels in "
-          f"patches of {encoder.patch_size}, {'in memory' if data.in_memory else 'in files'}")
+    labels = task.val.labels[random_order(len(task.val.labels))[:run.eval_images]]
+    share = 100 * labels.unique(return_counts=True)[1].max() / len(labels)
+    print(f"data    {run.data}: {run.images} train, {len(labels)} val"
+          f"{f' (largest class {share:.1f} %)' if task.val.classes else ''}, {encoder.img_size} "
+          f"pixels in patches of {encoder.patch_size}, "
+          f"in {'memory' if task.data.in_memory else 'files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -287,47 +296,57 @@ def describe(task, steps):
 
 # --------------------------------------------------------------------------------------- settings
 def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every=1, own={},
-           init={}, fixed={}, **more):
+           init={}, fixed={}, **facts):
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
-    constructor's arguments: sizes, own and fixed. `images` is the number of training images.
-
-    A setting comes from the last source that has it, which `run.origin` names: `own`, a method's
-    arguments ("default"); `recipe`, how to train; `low_res`, for images of up to 64 pixels, or if
-    the encoder is no wider than micro; `init`, what --init's file has of `own`; the flags. Some are
-    "derived" if no flag sets them:
-        batch_size: if the recipe's exceeds a tenth of the images, the largest power of two up to it
-        warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
-        lr: the recipe's lr or, without one or with --blr, blr * batch_size / 256 (MAE A.1), times
-            lr_scale (CrossMAE A.6), a number or a function of the constructor's arguments. If the
-            batch was lowered as above, blr's lr falls with its fourth root (with SGD, linearly)
-        eval_every: so that a run has fewer than 100 validations
-    """
+    constructor's arguments: sizes, own and fixed. `images` is the number of training images. Each
+    setting comes from the last layer that has it, which `run.origin` names."""
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
         low_res = {}
-    init = {name: init[name] for name in own if name in init}
-    usual = {"lr": None, "min_lr": 0.0, **own, **recipe, **low_res, **init}      # without flags
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
-    values = {**vars(flags), **usual, **chosen, **sizes, **more, "images": images}
+    layers = {"default": own,              # arguments of the method
+              "recipe": recipe,            # how to train
+              "low_res": low_res,          # for small images, or an encoder no wider than micro
+              "init": init,                # arguments of the --init file's model
+              "flags": chosen}
+    values = {**vars(flags), "min_lr": 0.0}
+    for layer in layers.values():
+        values.update(layer)
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
     if recipe:                                             # not for nearest neighbours
-        if "batch_size" not in chosen and usual["batch_size"] > images / 10:
-            values["batch_size"] = min(images, 2 ** max(1, int(math.log2(images / 10))))
-        if "warmup_epochs" not in chosen:
-            values["warmup_epochs"] *= min(1, values["epochs"] / usual["epochs"])
-        if "lr" not in chosen:
-            if not usual["lr"] or "blr" in chosen:
-                values["lr"] = values["blr"] * values["batch_size"] / 256
-                if "batch_size" not in chosen and values["optimizer"] != "sgd":
-                    values["lr"] *= (usual["batch_size"] / values["batch_size"]) ** 0.75
-            values["lr"] *= lr_scale(**config) if callable(lr_scale) else lr_scale
-        if "eval_every" not in chosen:
-            values["eval_every"] = max(1, values["epochs"] // 50, least_eval_every)
-    derived = [name for name in usual if name not in chosen and values[name] != usual[name]]
-    sources = {"default": own, "recipe": recipe, "low_res": low_res, "init": init,
-               "flags": chosen, "derived": derived}
-    origin = {name: source for source, names in sources.items() for name in names if name in usual}
-    values.update(config=config, origin=origin)
+        scale = lr_scale(**config) if callable(lr_scale) else lr_scale         # CrossMAE A.6
+        layers["derived"] = derive({**recipe, **low_res}, chosen, images, scale, least_eval_every)
+        values.update(layers["derived"])
+    origin = {name: source for source, layer in layers.items() for name in layer
+              if name in {*own, *recipe, "lr", "min_lr"}}
+    values.update(**sizes, **facts, images=images, config=config, origin=origin)
     return namedtuple("Settings", values)(**values)
+
+
+def derive(recipe, chosen, images, lr_scale, least_eval_every):
+    """Return the settings that depend on others, except for those that flags have `chosen`:
+        batch_size: the recipe's or, if that exceeds a tenth of the images, a power of two up to it
+        lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1). But
+            between the recipe's batch and that for few images, lr follows the fourth root of the
+            batch; below and above, and with SGD, it is in proportion
+        warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
+        eval_every: so that a run has fewer than 100 validations
+    """
+    values, full = {**recipe, **chosen}, recipe["batch_size"]
+    default = full
+    if full > images / 10:
+        default = min(images, 2 ** max(1, int(math.log2(images / 10))))
+    lr = recipe.get("lr")
+    if not lr or "blr" in chosen:
+        batch = chosen.get("batch_size", default)
+        between = min(max(batch, default), full)
+        lr = values["blr"] * full / 256                    # at the recipe's batch
+        lr *= (between / full) ** (1 if values["optimizer"] == "sgd" else 1 / 4)
+        lr *= batch / between                              # 1 if the batch is between them
+    warmup_epochs = recipe["warmup_epochs"] * min(1, values["epochs"] / recipe["epochs"])
+    derived = dict(batch_size=default, lr=lr * lr_scale, warmup_epochs=warmup_epochs,
+                   eval_every=max(1, values["epochs"] // 50, least_eval_every))
+    return {name: value for name, value in derived.items()
+            if name not in chosen and value != recipe.get(name)}
 
 
 def encoder_sizes(flags, img_size, saved):
@@ -340,17 +359,13 @@ def encoder_sizes(flags, img_size, saved):
     return {"img_size": img_size, **{name: given[name] or config[name] for name in defaults}}
 
 
-def method_arguments(cls):
-    """Return a method's own flags, {name: default}: its constructor's keyword-only arguments."""
-    return cls.__init__.__kwdefaults__ or {}
-
-
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, leak_free=False):
+def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
     """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, and
     of the raw reconstruction, and columns {title: up to 8 images} for recon.png. Masks follow the
-    pattern `mask` and depend only on the image's index."""
+    pattern `mask` and depend only on the image's index. Only the columns use the true patches' mean
+    and variance, if predictions are normalised."""
     if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
@@ -359,13 +374,14 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
         # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
         noise = torch.cat([mask_noise(mask, 1, encoder.grid, generator=g) for g in generators])
+        inputs, noise = normalize(images, model), noise.to(here.device)
         with here.autocast():
-            decoded, masked = model.reconstruct(normalize(images, model), noise.to(here.device),
-                                                mask_ratio, leak_free)
+            decoded, masked = model.reconstruct(inputs, noise, mask_ratio, leak_free=True)
+            if columns is None:
+                seen, _ = model.reconstruct(inputs[:8], noise[:8], mask_ratio)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(masked.float())                  # (b, 1, H, W)
         copied = torch.where(is_masked > 0, decoded, truth)
-        grey = torch.where(is_masked > 0, 0.5, truth)
         image_error = (copied - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
         decoded_error = (decoded - truth).square().mean((1, 2, 3))     # (b,)
         errors = {"psnr_masked": image_error / is_masked.mean((1, 2, 3)),
@@ -373,15 +389,16 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None, l
         for name, error in errors.items():
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
         n += len(images)
-        columns = columns or {"original": truth[:8], "masked": grey[:8], "decoded": decoded[:8],
-                              "completed": copied[:8]}
-    return here.mean(sums, n), columns
+        if columns is None:
+            truth, is_masked, seen = truth[:8], is_masked[:8] > 0, denormalize(seen, model)
+            columns = {"original": truth, "masked": torch.where(is_masked, 0.5, truth),
+                       "decoded": seen, "completed": torch.where(is_masked, seen, truth)}
+    return here.mean_over_processes(sums, n), columns
 
 
 # ------------------------------------------------------------------------------------------- data
 MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
 CHUNK = 64   # images that a worker reads at once: 16 workers with 4,096 each would take 9.9 GB
-FAST_JPEG = hasattr(torchvision.io, "decode_image")        # torchvision plans to remove it
 SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
@@ -409,10 +426,9 @@ class ImageDataset(Dataset):
                 image = image if self.in_memory else read_image(os.fsdecode(image))
                 return self.transform(image), self.labels[i].item()
             except InputError as error:
-                problem = str(error)
-            warnings.warn(f"{problem}; another image replaces it")
-            i = torch.randint(len(self.labels), ()).item()
-        raise InputError(f"{problem}; nor can nine others")
+                warnings.warn(f"{error}; another image replaces it")
+                i = torch.randint(len(self.labels), ()).item()
+        raise InputError("cannot read ten images in a row: see the warnings")
 
     def select(self, ids):
         """Keep only the images with indices ids (n,)."""
@@ -499,36 +515,33 @@ def is_photo(file, root):
 
 
 def list_photos(root, parts):
-    """Return (files, labels, classes) for each of the `parts` of a folder without labels. Reads
-    subfolders and follows links. A hash of each file's name holds out 5% for validation."""
-    files, others = [], set()
+    """Return (files, labels, classes) for each of the `parts` of a folder without labels: "train",
+    "val" or "all". Reads subfolders and follows links. A hash of each file's name chooses 5% for
+    validation."""
+    files = []
     for folder, folders, names in os.walk(root, followlinks=True):
         require("train" not in folders, f"--data {root}: pass {folder}, which has train/")
         folders[:] = [x for x in folders if not x.startswith(".")]     # e.g. .ipynb_checkpoints
         for name in names:
             if is_photo(os.path.join(folder, name), root):
                 files.append(os.path.join(folder, name))
-            elif not name.startswith("."):
-                others.add(os.path.splitext(name)[1])
-    if others:
-        print(f"note    {root} also has files that are not read: {' '.join(sorted(others))}")
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
                             f"at least two are needed")
     names = [file[len(str(root)) + 1:].replace(os.sep, "/") for file in files]
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
-    found = {"train": [], "val": []}
+    found = {"train": [], "val": [], "all": files}
     for file, code in sorted(zip(files, codes)):
         found["train" if code > limit else "val"].append(file)
     return [(found[part], [-1] * len(found[part]), []) for part in parts]
 
 
 def choose_size(data, img_size):
-    """Return the image size (H, W), and whether images are small enough to be read once: below 224
-    pixels and, rounded down, at most img_size. Its default is the images' size. For files, it is
-    the largest height and width of 50, rounded down to a multiple of 16 (of 8 below 128 pixels)
-    or, if one reaches 224, (224, 224)."""
+    """Return the image size (H, W), by default the images', and whether images can be read once: of
+    50 files, all are below 224 pixels and, rounded down, at most the image size, whose aspect ratio
+    they have. For files, the default is the largest height and width of 50, rounded down to a
+    multiple of 16 (of 8 below 128 pixels) or, if one reaches 224, (224, 224)."""
     if data.in_memory:
         return img_size or tuple(data.images.shape[2:]), True
     shapes = []
@@ -541,7 +554,8 @@ def choose_size(data, img_size):
     if max(H, W) < 224:
         default = tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in (H, W))
     size = img_size or default
-    return size, max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
+    small = max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
+    return size, small and all(h * size[1] == w * size[0] for h, w in shapes)
 
 
 def keys_of(ids, seed=0):
@@ -603,19 +617,19 @@ def crop_batch(images, img_size, run, here):
     return F.grid_sample(images.float(), points, align_corners=False)  # (b, C, h', w')
 
 
-def crop_transform(img_size, run, *more):
-    """Return a transform for an image (C,h,w): random resized crop and flip, then `more`."""
+def crop_transform(img_size, run, *augmentations):
+    """Return a transform for an image (C,h,w): random resized crop and flip, then others."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if run.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (run.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * run.flip), *more])
+    return v2.Compose([crop, v2.RandomHorizontalFlip(0.5 * run.flip), *augmentations])
 
 
 def center_crop(image, img_size, fraction=None):
     """Crop the centre of an image (C,h,w) in img_size's aspect ratio, and resize it. `fraction` of
-    the sides is kept, by default 1, or 7/8 from 224 pixels on, as in MAE's release."""
+    the sides is kept: by default 1 or, from 224 to at most 224 pixels, 7/8 as in MAE's release."""
     (h, w), (H, W) = image.shape[1:], img_size
-    fraction = fraction or (7 / 8 if max(h, w) >= 224 else 1)
+    fraction = fraction or (7 / 8 if max(h, w) >= 224 >= max(img_size) else 1)
     scale = fraction * min(h / H, w / W)
     crop = v2.CenterCrop((max(1, round(H * scale)), max(1, round(W * scale))))
     return v2.functional.resize(crop(image), img_size, v2.InterpolationMode.BICUBIC)
@@ -626,12 +640,10 @@ def read_image(file):
     background. JPEGs take a path that is twice as fast. Raises InputError if reading fails."""
     try:
         data = Path(file).read_bytes()
-        if data[:2] == b"\xff\xd8" and FAST_JPEG:
+        if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):   # it may go
             data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-        # only these formats: PIL would start Ghostscript for an EPS file, whatever its name
-        formats = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-        image = ImageOps.exif_transpose(Image.open(file, formats=formats))
+        image = ImageOps.exif_transpose(Image.open(file))
         require(image.mode != "F", "floating-point images are not supported")
         if image.mode.startswith("I"):                     # 16 bits; convert("RGB") would clip them
             image = image.convert("I").point(lambda value: value / 256).convert("L")
@@ -694,8 +706,8 @@ def name_of(path):
 
 
 def save_run(task, optimizer, scaler, history, columns):
-    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png. A killed run
-    leaves a whole last.pt, the old one or the new one."""
+    """Write last.pt, from which --resume continues, its copy for --keep_every, log.jsonl and any
+    new recon.png. A killed run leaves a whole last.pt, the old one or the new one."""
     run, model, folder, epoch = task.run, task.model, task.run.folder, history[-1]["epoch"]
     require(all(x.isfinite().all() for x in model.state_dict().values()), f"weights are not finite "
             f"after epoch {epoch}: use --clip_grad or a lower --lr")
@@ -704,6 +716,8 @@ def save_run(task, optimizer, scaler, history, columns):
                     model=model.state_dict(), optimizer=optimizer.state_dict(),
                     scaler=scaler.state_dict(), epoch=epoch, history=history),
                folder / "last.pt.tmp")
+    if run.keep_every and epoch % run.keep_every == 0:
+        shutil.copyfile(folder / "last.pt.tmp", folder / f"epoch_{epoch}.pt")
     os.replace(folder / "last.pt.tmp", folder / "last.pt")
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
     if columns:                                            # a row for each image
@@ -717,10 +731,7 @@ def resume(task, optimizer, scaler):
     """Load the run's last.pt, and return the rows of its log, or [] if there is none. Raises
     InputError if model, number of images, class names, seed or optimizer differ."""
     run, path = task.run, task.run.folder / "last.pt"
-    found = task.here.gather(path.exists())
-    require(all(found) or not any(found), f"not all processes find {path}: --runs must be on a "
-                                          f"shared disk")
-    if not found[0]:
+    if not path.exists():
         print(f"note    nothing to resume: {path} does not exist, so a new run starts")
         return []
     last = read_checkpoint(path)
@@ -743,15 +754,12 @@ def resume(task, optimizer, scaler):
 def read_checkpoint(path, heads=None, part="encoder"):
     """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
     dict with path, method (None for a released file), config (constructor arguments), model (state
-    dict), mean, std, flags and more. With another `part`, e.g. a momentum teacher, that ViT is the
-    encoder, and the rest is left out."""
+    dict), mean, std, flags and more. Another `part`, e.g. a momentum teacher, can be the encoder."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
-        # mapped, each tensor is read when it is used; Windows could not replace a mapped file
-        mmap = zipfile.is_zipfile(path) and sys.platform != "win32"
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
-            content = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+            content = dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:                             # a broken file can raise anything
         raise InputError(f"{path} is damaged, or no checkpoint of tensors and numbers") from error
     if "method" not in content:
@@ -805,8 +813,6 @@ def initialize(model, start):
         parts = {re.match(r"(encoder\.)?\w+", name)[0] for name in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
-    if tuple(start["mean"]) != tuple(model.mean):          # MINR's input is not normalised
-        print(f"note    {start['path']} was trained with another mean and std of images")
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -828,17 +834,17 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
             dist.all_gather_object(values, value)
         return values
 
-    def mean(self, sums, n):
+    def mean_over_processes(self, sums, n):
         """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
         all_sums = self.gather({name: float(value) for name, value in sums.items()})
         n = sum(self.gather(n))
         return {name: sum(each[name] for each in all_sums) / n for name in sums}
 
-    def progress(self, items, title, **more):
+    def progress(self, items, title, **options):
         """Return a progress bar over `items`. In a log file, it writes a line per minute."""
         pause = 0.1 if sys.stderr.isatty() else 60
         return tqdm(items, title, leave=False, mininterval=pause, delay=pause,
-                    disable=self.rank > 0, **more)
+                    disable=self.rank > 0, **options)
 
 
 def start_processes(flags):
@@ -847,9 +853,9 @@ def start_processes(flags):
     rank, local_rank = (int(os.environ[x]) if world > 1 else 0 for x in ("RANK", "LOCAL_RANK"))
     if rank > 0:
         sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
-    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    kind, amp = flags.device or next(name for name in there if there[name]), flags.amp
-    require(there[kind], f"--device {kind} is not available here")
+    exists = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    kind, amp = flags.device or next(name for name in exists if exists[name]), flags.amp
+    require(exists[kind], f"--device {kind} is not available here")
     cuda = kind == "cuda"
     device = torch.device(f"cuda:{local_rank}" if cuda else kind)
     if cuda:
@@ -876,21 +882,16 @@ def in_range(kind, low, high=math.inf):
     return number
 
 
-def word_or_integers(text):
-    """Parse `all` as "all" and `0,5,11` as (0, 5, 11)."""
-    return text if text.isidentifier() else tuple(int(part) for part in text.split(","))
+def word_or_numbers(text):
+    """Parse `all` as "all", `0,5,11` as (0, 5, 11) and `0.9,0.95` as (0.9, 0.95)."""
+    parts = text.split(",")
+    return text if text.isidentifier() else tuple(int(x) if x.isdigit() else float(x) for x in parts)
 
 
 def size_in_pixels(text):
     """Parse `32` as (32, 32) and `32,48` as (32, 48)."""
-    sides = word_or_integers(text)
+    sides = word_or_numbers(text)
     return pair(sides[0] if len(sides) == 1 else sides)
-
-
-def betas(text):
-    """Parse `0.9,0.95` as (0.9, 0.95)."""
-    first, second = text.split(",")
-    return fraction(first), fraction(second)
 
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
@@ -916,6 +917,7 @@ RUN = {
     "runs": (path, "folder for all runs"),
     "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
+    "keep_every": (count, "keep last.pt as epoch_X.pt every X epochs; default: only last.pt"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -928,7 +930,7 @@ RECIPE = {
     "lr": (not_negative, "learning rate; default: blr * batch_size / 256, more if images are few"),
     "blr": (not_negative, "learning rate for a batch of 256"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
-    "betas": (betas, "betas of Adam and AdamW, e.g. 0.9,0.95"),
+    "betas": (word_or_numbers, "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
@@ -966,20 +968,20 @@ def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
         if low_res.get(name, defaults.get(name)) != defaults.get(name):
             values.append(f"low_res: {low_res[name]}")
         text += f" ({'; '.join(values)})" if values else ""
-        more = dict(type=kind, metavar="X")
+        parsing = dict(type=kind, metavar="X")
         if kind is bool:
-            more = dict(action=argparse.BooleanOptionalAction)
+            parsing = dict(action=argparse.BooleanOptionalAction)
         elif isinstance(kind, tuple):
-            more = dict(choices=kind)
-        option(f"--{name}", help=text.replace("%", "%%"), **more)
+            parsing = dict(choices=kind)
+        option(f"--{name}", help=text.replace("%", "%%"), **parsing)
 
 
 def add_method_arguments(parser, cls):
     """Add a flag for each keyword-only argument of a method's constructor. Its type comes from the
     argument's annotation or default, and its help text from the entry under `Args:`."""
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
-    types = {int: in_range(int, 0), tuple: word_or_integers, str: word_or_integers}
-    flags, own = {}, method_arguments(cls)
+    types = {int: in_range(int, 0), tuple: word_or_numbers}
+    flags, own = {}, cls.__init__.__kwdefaults__ or {}
     for name, default in own.items():
         kind = cls.__init__.__annotations__.get(name, type(default))
         flags[name] = types.get(kind, kind), texts.get(name, "")

@@ -111,8 +111,8 @@ class Case:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.net = train.wrap(self.model, self.run, self.here)
         self.inputs = self.batch(self.batch_size)
-        self.task = SimpleNamespace(run=self.run, here=self.here, same_draws=True,
-                                    inputs=lambda *piece: piece)       # already normalised
+        self.task = SimpleNamespace(run=self.run, here=self.here, pieces_draw_alike=True,
+                                    model_inputs=lambda *piece: piece)     # already normalised
 
     def batch(self, B):
         """Return the model's arguments for B images."""

@@ -41,7 +41,7 @@ from vit import SIZES, InputError, require
 
 PIXELS = "random 0.750 psnr_masked"                        # a number from tests.evaluate
 COLUMNS = {  # column: what evaluates it
-    "pixels": "-m tests.evaluate {file} --mask_ratios 0.75 --leak_free",
+    "pixels": "-m tests.evaluate {file} --mask_ratios 0.75",
     "20-NN": "finetune.py --mode knn --checkpoint {file} --seed {seed}",
     "linear": "finetune.py --mode linear --checkpoint {file} --seed {seed}",
     **{f"{labels:.0%}": f"finetune.py --labels {labels} --checkpoint {{file}} --seed {{seed}}"

@@ -3,8 +3,10 @@
     python -m tests.evaluate runs/mae_shapes runs/minr_shapes [--mask_ratios 0.75 0.5]
 
 This prints a row of PSNRs for each checkpoint, mask and ratio, and saves a picture for the first
-mask and ratio. All checkpoints need the same image and patch size. tests/analyses.py has the
-papers' analyses.
+mask and ratio. Of a folder of unlabelled images on which a checkpoint was trained, only the images
+that it held out count. Where predictions are normalised, the picture (but no PSNR) uses each true
+patch's mean and variance. All checkpoints need the same image and patch size. tests/analyses.py has
+the papers' analyses.
 """
 
 import argparse
@@ -24,8 +26,8 @@ def compare(args):
     """Print a PSNR row for each checkpoint, mask and ratio, save a picture, and return the rows."""
     here, data, problem = start_processes(args), args.data, ""
     rows, columns = [], {}
-    for file in args.checkpoints:
-        content = read_checkpoint(file)
+    contents = [read_checkpoint(file) for file in args.checkpoints]
+    for file, content in zip(args.checkpoints, contents):
         try:
             model = load_any(content, norm_pix_loss=args.norm_pix_loss).to(here.device)
             require(getattr(model, "reconstruct", None), f"{file}: its method predicts no pixels")
@@ -38,14 +40,13 @@ def compare(args):
         if not rows:                                       # all get the first one's data and size
             first, first_sizes, data = file, sizes, data or own_data
             require(data, f"{file} does not say what it was trained on: pass --data")
-            val, _ = open_data(data, here, model.encoder.img_size, parts=["val"])
+            val, _ = open_data(data, here, model.encoder.img_size, parts=[part_of(data, contents)])
         require(sizes == first_sizes, f"{file} has {sizes}, but {first} has {first_sizes}: "
                                       f"evaluate them separately")
         if own_data not in (data, None):
             print(f"note    {file} was trained on {own_data} and is evaluated on {data}")
         for mask, ratio in product(args.masks, args.mask_ratios):
-            scores, images = evaluate_psnr(model, val, here, mask, ratio, args.eval_images,
-                                           args.leak_free)
+            scores, images = evaluate_psnr(model, val, here, mask, ratio, args.eval_images)
             rows.append(dict(checkpoint=content["path"], mask=mask, mask_ratio=ratio, **scores))
             if (mask, ratio) == (args.masks[0], args.mask_ratios[0]):
                 columns = columns or {name: images[name] for name in ("original", "masked")}
@@ -66,6 +67,18 @@ def compare(args):
     return rows
 
 
+def part_of(data, contents):
+    """Return "all", for a folder of unlabelled images on which no checkpoint was trained, or "val".
+    If a checkpoint's own folder is not found, one of the same name is taken for it."""
+    folder = Path(data)
+    for own in [Path(x["flags"]["data"]) for x in contents if "data" in x["flags"]]:
+        same_name = not own.exists() and own.name == folder.name
+        if own.resolve() == folder.resolve() or same_name:
+            return "val"
+    labelled = any((folder / part).is_dir() for part in ("train", "val"))
+    return "all" if folder.is_dir() and not labelled else "val"
+
+
 def main(argv=None):
     """Run `python -m tests.evaluate` with the arguments `argv`. Returns the rows."""
     parser = argparse.ArgumentParser("tests.evaluate", usage=argparse.SUPPRESS, allow_abbrev=False,
@@ -79,8 +92,6 @@ def main(argv=None):
     option("--masks", nargs="+", choices=PRETRAINING["mask"][0], default=["random"],
            help="patterns of the masks; the picture shows the first one (random)")
     option("--norm_pix_loss", **NORM_PIX_LOSS)
-    option("--leak_free", action="store_true",
-           help="do not use the true patches' mean and variance to un-normalise predictions")
     add_flags(parser, "data and device", DATA)
     return compare(parser.parse_args(words_of(argv)))
 

@@ -41,7 +41,7 @@ def test_training(words, pretrain, waits):
     pretrain("--img_size", "8,12")
     for more in ("", " --epochs 3 --resume"):
         pretrain("--method", *(words + more).split(), name="gpu", own=flags(BASE[words.split()[0]]))
-    assert waits and not {"train_step", "draw", "inputs"} & {*waits}
+    assert waits and not {"train_step", "draw_batch", "model_inputs"} & {*waits}
 
 
 @pytest.mark.parametrize("words", [
@@ -49,7 +49,7 @@ def test_training(words, pretrain, waits):
     "--mode linear", "--mode knn --k 3", "--pool token"])
 def test_finetuning(words, tune, waits):
     assert tune(*words.split())[1]["top1"] > 0
-    assert waits and not {"train_step", "draw", "inputs"} & {*waits}
+    assert waits and not {"train_step", "draw_batch", "model_inputs"} & {*waits}
 
 
 class Faded(MAE):

@@ -24,7 +24,6 @@ from tests.unit.conftest import (DECODER, HERE, TINY, ended, fork, same, script,
 from vit import InputError
 
 # ---------------------------------------------------------------------------------- command lines
-
 MAINS = {"train": train.main, "eval": evaluate.main, "tune": finetune.main, "test": finetune.main}
 BASE = {"train": ["--data", "data", "--name", "new", *TINY],
         "eval": ["--workers", "0"],
@@ -36,9 +35,10 @@ train | --epoch 5                              | --epoch
 train | --batch_size 41                        | --batch_size 41 ; 40
 train | --mask_ratio 0.99                      | mask_ratio 0.99
 train | --lr nan                               | --lr
-train | --betas 0.9,0.95,0.99                  | --betas ; '0.9,0.95,0.99'
+train | --betas 0.9,b                          | --betas ; '0.9,b'
 train | --patch_size 4,0                       | --patch_size
 train | --data nowhere                         | --data nowhere
+train | --device cuda                          | --device cuda is not available
 train | --data empty                           | empty
 train | --name mae                             | runs/mae ; --resume ; --overwrite ; --name
 train | --name mae --resume --depth 1 --heads 1 | depth was 2, is 1; heads was 2, is 1
@@ -55,6 +55,7 @@ eval  | runs/mae runs/large                    | runs/large
 tune  | --data flat/up/data/val/a              | classes
 tune  | --dim 32                               | the file has (16, ; the model (32,
 tune  | --part teacher                         | --part teacher
+tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; BatchNorm
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
 test  | --data other                           | runs/tuned ; other ; c, d
 test  | --img_size 32 --lr 1 --pool mean       | --img_size 32 --lr 1 --pool
@@ -103,7 +104,6 @@ def test_wrong_command_lines(desk, refused, kind, words, parts):
 
 
 # ------------------------------------------------------------------------- checkpoints of strangers
-
 class Payload:
     def __reduce__(self):
         return Path("ran").touch, ()                       # the code that must not run
@@ -129,17 +129,13 @@ def test_broken_checkpoints(desk, refused, name):
 
 
 # ------------------------------------------------------------------------------------------ images
-
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
-
-
 def write_broken(folder):
     """Write files that cannot be read, each for its own reason, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / name for name in ("torn.jpg", "nothing.jpg", "text.jpg", "eps.png")]
+    files = [folder / name for name in ("torn.jpg", "nothing.jpg", "text.jpg")]
     Image.effect_noise((64, 64), 99).save(files[0])
     torn = files[0].read_bytes()
-    for file, content in zip(files, (torn[:len(torn) // 2], b"", b"a cat, sitting", EPS)):
+    for file, content in zip(files, (torn[:len(torn) // 2], b"", b"a cat, sitting")):
         file.write_bytes(content)
     files.append(folder / "1.tif")                         # 32 bits
     Image.new("F", (16, 16), 0.5).save(files[-1])
@@ -157,17 +153,14 @@ def warn(*words):
 @pytest.mark.parametrize("words", [[], ["--img_size", "8", "--workers", "1"]])
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, words):
     """In memory and in files, others replace unreadable files, which warnings name, in training and
-    in validation. No program is started for EPS."""
+    in validation."""
     monkeypatch.chdir(tmp_path)
-    Path("gs").write_text("#!/bin/sh\ntouch ran\n")
-    Path("gs").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     write_pictures(Path("data/val"), "ab", 6)
     write_pictures(Path("data/train"), "ab", 60)
     bad = write_broken(Path("data/train/a")) + write_broken(Path("data/val/b"))
     words = ["--data", "data", *TINY, *DECODER, *words]
     code, lines = ended(fork(warn, *words))
-    assert code == 0 and not Path("ran").exists()
+    assert code == 0
     assert all(f"cannot read {path}:" in "\n".join(lines) for path in bad)
 
 
@@ -192,7 +185,7 @@ def test_what_replaces_an_image(tmp_path):
     data, *_ = train.open_data(str(tmp_path), HERE, (8, 8))
     for file in sorted(tmp_path.rglob("train/*/*.png"))[1:]:
         file.write_bytes(b"")
-    with pytest.raises(InputError, match="cannot read .*; nor can nine others"):
+    with pytest.raises(InputError, match="cannot read ten images in a row"):
         [data[5, i] for i in range(80)]
 
 
@@ -273,17 +266,7 @@ def as_machine(*words):
     script("train.py", *words, "--runs", f"runs{os.environ['RANK']}")
 
 
-def test_resuming_on_machines_without_a_shared_disk(words):
-    """If only one process finds a checkpoint, none trains, and nothing is lost."""
-    train.main([*words("x", 2), "--runs", "runs0"])
-    before = Path("runs0/x/last.pt").read_bytes(), Path("runs0/x/log.jsonl").read_bytes()
-    code, lines = ended(fork(torchrun, as_machine, *words("x", 3)))
-    assert code != 0 and any("runs0/x/last.pt" in line for line in lines), lines
-    assert before == (Path("runs0/x/last.pt").read_bytes(), Path("runs0/x/log.jsonl").read_bytes())
-
-
 # ------------------------------------------------------------------------------- not finite numbers
-
 def losing(monkeypatch, value, calls):
     """Multiply MAE's loss by a value in these calls, counted from 0. Returns a list with an element
     for each call."""
@@ -334,7 +317,6 @@ def test_a_scale_that_is_too_large(words, monkeypatch):
 
 
 # ------------------------------------------------------------------------------ files of one's own
-
 def part(n=8, **more):
     """Return the part of a .pt file, images and labels of two classes, with `more` replaced."""
     value = dict(images=torch.zeros(n, 3, 8, 8, dtype=torch.uint8), labels=torch.arange(n) % 2,
@@ -391,12 +373,6 @@ def test_layouts_of_folders(tmp_path, refused, files):
         assert (len(data.labels), len(val.labels), len(data.classes)) == LAYOUTS[files]
 
 
-def test_two_images_are_enough(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_pictures(Path("two"), "x", 2, side=8)
-    assert train.main("--data two --epochs 1 --workers 0")["epoch"] == 1
-
-
 # ---------------------------------------------------------------------- notebooks, the environment
 
 def test_main_in_a_notebook(pretrain, folder, tmp_path, monkeypatch):
@@ -409,11 +385,6 @@ def test_main_in_a_notebook(pretrain, folder, tmp_path, monkeypatch):
     assert (tmp_path / "runs/list/last.pt").exists() and not Path("~").exists()
     with pytest.raises(InputError, match="--resume .*--overwrite .*--name"):
         train.main([*words, "list"])
-
-
-def test_a_device_that_is_not_there(pretrain, refused):
-    refused(lambda words: pretrain(*words), ["--device", "cuda"], "--device cuda is not available")
-    assert not Path("runs/mae").exists()
 
 
 def test_causes_are_named(pretrain, refused):

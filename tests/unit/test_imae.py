@@ -61,7 +61,7 @@ def test_starts_from_an_mae(branches):
     """An MAE's decoder embedding becomes that of all branches (item 6), so that both models predict
     the same for unmixed images. By default, all decoder sizes are MAE's."""
     mae, model = MAE(**SMALL, **DECODER), build("imae", branches=branches, norm_pix_loss=True)
-    ours, theirs = train.method_arguments(IMAE), train.method_arguments(MAE)
+    ours, theirs = IMAE.__init__.__kwdefaults__, MAE.__init__.__kwdefaults__
     assert all(ours[key] == theirs[key] for key in DECODER)
     model.load_state_dict(model.from_mae(mae.state_dict()))
     assert all(torch.equal(F.weight, mae.decoder_embed.weight) for F in model.decoder_embed)
@@ -163,10 +163,11 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
         with pytest.raises(ValueError, match=f"the teacher has {name} .*, this model 99"):
             imae.teacher_state(mae, {**mae["config"], name: 99})
-    for file in ("runs/mae/last.pt", "mae.pth"):
-        pretrain("--method", "imae", "--teacher", file, "--overwrite", name="student")
+    for file in ("runs/mae/last.pt", "mae.pth"):           # --heads is the student's
+        pretrain(*"--method imae --overwrite --heads 1 --teacher".split(), file, name="student")
         model = train.load_model("runs/student/last.pt")
         assert model.distill_weight == 1.0
+        assert model.teacher["encoder"].blocks[0].attn.heads == 2
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
     other = pretrain("--seed", "1", *micro, name="other")["model"]

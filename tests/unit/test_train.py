@@ -50,6 +50,8 @@ def test_shapes(monkeypatch):
 
 def test_memory_of_a_folder(folder, monkeypatch):
     """Images stay in memory if they fit, train and val each. So val is the same without train."""
+    for size in ((24, 24), (16, 24)):                      # cropped once, borders would be lost
+        assert train.open_data(str(folder), HERE, size)[0].in_memory == (size[0] == size[1])
     for limit, in_memory in ((40, [True, True]), (39, [False, True]), (10, [False, False])):
         monkeypatch.setattr(train, "MEMORY", limit * 3 * 16 * 16)
         parts = train.open_data(str(folder), HERE)[:2]
@@ -110,9 +112,8 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     assert 5 <= len(names(tmp_path / "alike")[1]) <= 30    # the hash is of the folder's name, too
 
 
-def test_what_is_an_image(tmp_path, capsys):
-    """Links are followed. What Macs and notebooks leave is passed over. One line names the endings
-    of other files."""
+def test_what_is_an_image(tmp_path):
+    """Links are followed. What Macs and notebooks leave is passed over."""
     root = tmp_path / "data/train"
     write_pictures(root, "ab", 3, side=1)
     write_pictures(tmp_path / "other", "c", 3, side=1)
@@ -122,19 +123,19 @@ def test_what_is_an_image(tmp_path, capsys):
         (root / "b" / name).touch()
     found = [os.path.realpath(name) for part in names(root) for name in map(root.joinpath, part)]
     assert len(found) == len({*found}) == 10 and str(root / "b/A.JPG") in found
-    assert capsys.readouterr().out.endswith("not read: .gif .heic\n")
     files, *_, classes = *train.find_images(tmp_path / "data", ["train"], HERE, None)[0],
     assert [os.path.basename(file) for file in files if "/b/" in file] == [
         "0.png", "1.png", "2.png", "A.JPG"] and classes == [*"abc"]
 
 
 def test_the_size_is_of_a_sample(tmp_path):
-    """Not only the first files set the size. Large images are read from files, at 224 pixels."""
+    """Not only the first files set the size. Images of one aspect ratio are kept in memory, others
+    and large ones are read from files, large ones at 224 pixels."""
     for name, n, side, wanted in (("a", 60, 8, (8, 8)), ("b", 9, (40, 24), (40, 24)),
                                   ("c", 3, 240, (224, 224))):
         write_pictures(tmp_path, name, n, side=side)
         split, _, size = train.open_data(str(tmp_path), HERE)
-        assert size == wanted and split.in_memory == (name != "c")
+        assert size == wanted and split.in_memory == (name == "a")
     for i in range(200):                                   # a size that no patch size divides
         Image.new("RGB", (70, 50)).save(tmp_path / f"{i}.png")
     size = train.open_data(str(tmp_path), HERE)[2]
@@ -188,12 +189,30 @@ def test_crops_of_images_that_are_not_square(crop, low, high):
     assert 0.9 * low < stretch.min() < 1.1 * low and 0.9 * high < stretch.max() < 1.1 * high
 
 
-@pytest.mark.parametrize("side, part", [(200, slice(0, 200)), (224, slice(14, 210))])
-def test_crops_of_validation(side, part):
-    """Small images are validated whole, large ones on the central 7/8. None is distorted."""
+@pytest.mark.parametrize("side, part, size", [
+    (200, slice(0, 200), 8), (224, slice(14, 210), 8), (224, slice(0, 224), 225)])
+def test_crops_of_validation(side, part, size):
+    """Small images are validated whole, large ones on the central 7/8, unless the model's images
+    are larger than 224 pixels. None is distorted."""
     image = torch.randint(0, 256, (3, side, side + 20), dtype=torch.uint8)
-    middle = v2.functional.resize(image[:, :, 10:-10][:, part, part], (8, 8), Image.BICUBIC)
-    assert torch.equal(train.center_crop(image, (8, 8)), middle)
+    middle = v2.functional.resize(image[:, :, 10:-10][:, part, part], (size, size), Image.BICUBIC)
+    assert torch.equal(train.center_crop(image, (size, size)), middle)
+
+
+@pytest.mark.parametrize("img_size", ["24,24", "24,48"])
+def test_images_are_seen_alike(tmp_path, pretrain, spy, monkeypatch, img_size):
+    """Colours of training images do not depend on where images are kept, whatever their shape."""
+    image = np.zeros((30, 60, 3), "uint8")
+    image[:, :15, 0], image[:, 15:45, 1], image[:, 45:, 2] = 255, 255, 255     # red, green, blue
+    for i in range(200):
+        Image.fromarray(image).save(tmp_path / f"{i}.png")
+    seen = spy(train, "normalize", lambda images, model: images.float().mean((0, 2, 3)))
+    for memory in (train.MEMORY, 0):
+        monkeypatch.setattr(train, "MEMORY", memory)
+        pretrain("--data", tmp_path, "--img_size", img_size, "--batch_size", "150", "--epochs", "1",
+                 "--warmup_epochs", "0", name=str(memory))
+    (kept, _), (read, _) = seen[:2], seen[-2:]
+    assert torch.allclose(kept, read, atol=6) and kept.min() > 20
 
 
 def test_decoders(tmp_path):
@@ -300,7 +319,7 @@ def test_learning_rate(pretrain, spy):
     (tests/lib/references.py has the constant schedule.)"""
     rates = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer.param_groups[0]["lr"])
     pretrain("--blr", "0.096", "--epochs", "3", "--min_lr", "1e-5")
-    highest, lowest = 0.096 * 8 / 256, 1e-5
+    highest, lowest = 0.096 * 64 / 256 * (8 / 64) ** 0.25, 1e-5        # 40 images are few
     wanted = [highest * i / 5 for i in range(5)]           # an epoch of warmup, then two
     wanted += [lowest + (highest - lowest) * math.cos(math.pi / 2 * i / 10) ** 2 for i in range(10)]
     assert rates == pytest.approx(wanted, rel=1e-9)
@@ -376,7 +395,7 @@ def test_random_numbers_of_pieces_and_processes(spy):
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
     for rank in range(2):
         task = SimpleNamespace(run=settings(accum=2), here=HERE._replace(rank=rank),
-                               same_draws=False, inputs=lambda x: [x])
+                               pieces_draw_alike=False, model_inputs=lambda x: [x])
         train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, task)
     assert len(seeds) == len({*seeds}) == 4
 
@@ -386,7 +405,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     decays = [group["weight_decay"] for group in run["optimizer"]["param_groups"]]
     model = train.load_model("runs/mae")
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    groups = train.Pretraining.groups(SimpleNamespace(model=model, run=settings()))
+    groups = train.Pretraining.parameter_groups(SimpleNamespace(model=model, run=settings()))
     groups = [[trained.pop(p) for p in group["params"]] for group in groups]
     assert decays == [0.5, 0] and not trained              # each is in one of the groups
     exempt = "bias", "norm.weight", "norm1.weight", "norm2.weight"
@@ -417,7 +436,8 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--mode scratch", 224, 50_000, dict(lr=2e-3, randaug=0, layer_decay=1.0, batch_size=64)),
     ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 64 / 256 * 0.5 ** 0.25)),
     ("--size tiny", 96, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.25)),
-    ("--size tiny --batch_size 16", 96, 200, dict(lr=1.5e-4 * 16 / 256)),
+    ("--size tiny --batch_size 16", 96, 200, dict(lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.25)),
+    ("--size tiny --batch_size 16", 96, 50_000, dict(lr=1.5e-4 * 16 / 256)),       # many images
     ("--mode scratch --size tiny", 32, 50_000, dict(lr=2e-3 / 3 ** 1.5)),          # thrice as wide
     ("--mode scratch --size tiny --blr 0.1", 32, 50_000, dict(lr=0.1 * 64 / 256)),
     ("--mode scratch --size tiny", 224, 50_000, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8)),
@@ -439,6 +459,29 @@ def test_settings(monkeypatch, tmp_path, words, side, n, wanted):
         run.lr = 1
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_no_cliff_in_the_learning_rate(optimizer):
+    """Half or twice the batch, or one image more, changes lr by at most a factor of two, and typing
+    the default batch changes nothing. With many images, lr is the papers': blr * batch / 256."""
+    recipe = {**MAE.recipe, "optimizer": optimizer, "blr": 0.5}
+
+    def settled(images, batch_size=None):
+        flags = argparse.Namespace(batch_size=batch_size)
+        return train.settle(flags, dict(img_size=(96, 96), dim=192), recipe, {}, images)
+    counts = [100, 159, 160, 1_000, 5_119, 5_120, 40_959, 40_960, 100_000, 1_281_167]
+    sizes = [None, *(2 ** i for i in range(3, 14))]
+    rates = {(n, b): settled(n, b).lr for n in counts for b in sizes}
+    for n in counts:
+        assert rates[n, None] == settled(n, settled(n).batch_size).lr
+        for b in sizes[1:-1]:
+            assert 1 < rates[n, 2 * b] / rates[n, b] <= 2
+    for n in (159, 5_119, 40_959):
+        for b in sizes:
+            assert 0.5 <= rates[n + 1, b] / rates[n, b] <= 2
+    for b in sizes[1:]:
+        assert rates[40_960, b] == pytest.approx(0.5 * b / 256)
+
+
 def test_where_settings_come_from(pretrain, capsys, monkeypatch):
     """A line for each source says what it has set. Large images get the paper's recipe."""
     monkeypatch.setitem(train.MAE.recipe, "min_lr", 1e-6)
@@ -451,7 +494,7 @@ def test_where_settings_come_from(pretrain, capsys, monkeypatch):
         "lr 0.1" in first["flags"] and "derived" not in first and " lr " not in first["recipe"])
     assert first["recipe"].endswith("min_lr 1e-06")
     assert "low_res" not in second and "prediction_ratio 0.75" in second["default"]
-    assert second["derived"] == f"lr {1.5e-4 * 8 / 256}"
+    assert second["derived"] == f"lr {1.5e-4 * 8 / 256 * 512 ** 0.75}"
     assert "blr 0.00015" in second["recipe"] and "norm_pix_loss True" in second["default"]
 
 
@@ -465,9 +508,19 @@ def test_help(main, words, capsys):
     said = " ".join(capsys.readouterr().out.split())
     cls = train.METHODS.get(words.split()[-1])
     assert not cls or f"low_res: {cls.low_res_recipe['batch_size']}" in said
-    for name, value in {**cls.recipe, **train.method_arguments(cls)}.items() if cls else ():
+    for name, value in {**cls.recipe, **cls.__init__.__kwdefaults__}.items() if cls else ():
         if value is not None and name != "schedule":       # no flag for it
             assert re.search(rf"--{name}\b.*?\({re.escape(str(value))}", said), name
+
+
+def test_flags_of_a_fork(monkeypatch):
+    """A str argument can be any text, a tuple also a word."""
+    class Fork(MAE):
+        def __init__(self, *sizes, features="dino", blocks: tuple = "all"):
+            pass
+    monkeypatch.setitem(train.METHODS, "fork", Fork)
+    found = parsed("train.py", "--method fork --features dino-v2/x.pt --blocks 3,5")
+    assert (found.features, found.blocks) == ("dino-v2/x.pt", (3, 5))
 
 
 FLAGS = """--blr 1e-2 | --lr 1e-2 | --betas 0.9,0.999 | --weight_decay 0.5 | --warmup_epochs 0 |
@@ -522,11 +575,11 @@ def test_several_processes_are_one(pretrain, folder, monkeypatch, processes, met
     e.g. of a key's bias. A batch of 12 does not divide the 40 images. Validation has 11. Images
     that just fit into memory stay there, however many processes there are."""
     words = ["--optimizer", "sgd", "--blr", 0.1 * 256 / 12, "--accum", "2", "--batch_size", "12",
-             "--img_size", "16,24", "--method", method, *flags(BASE[method])]
+             "--method", method, *flags(BASE[method])]
     words += ["--pixel_fraction", "0.5"] if method == "minr" else []
     if processes == 3:                                     # one gets no image to validate on
         words += ["--eval_images", "2", "--img_size", "8,12"]          # in files
-    monkeypatch.setattr(train, "MEMORY", 40 * 3 * 16 * 24)
+    monkeypatch.setattr(train, "MEMORY", 40 * 3 * 16 * 16)
     one = pretrain(*words, name="one", own=[])
     said = together("train.py", "--data", folder, "--name", "two", *TINY, *words, *more,
                     processes=processes, work=patched)
@@ -592,10 +645,9 @@ def test_init_from_a_released_checkpoint(pretrain, folder, capsys):
     assert same(train.read_checkpoint("runs/whole")["model"], from_released(state))
 
 
-def test_init_keeps_what_the_file_knows(pretrain, spy):
+def test_init_keeps_what_the_file_knows(pretrain):
     """With the same method, --init keeps the file's targets and decoder, unless a flag changes
-    them. Another method keeps only the encoder's size. The file is mapped into memory."""
-    mapped = spy(torch, "load", lambda *_, mmap, **__: mmap)
+    them. Another method keeps only the encoder's size."""
     own = "--norm_pix_loss --decoder_dim 8 --decoder_depth 3 --decoder_heads 2".split()
     first = pretrain("--mask_ratio", "0.5", own=own)
     words = ["--init", "runs/mae", "--epochs", "0"]
@@ -604,7 +656,6 @@ def test_init_keeps_what_the_file_knows(pretrain, spy):
     assert same(first["model"], again["model"])
     other = pretrain(*words, "--method", "crossmae", own=[], name="other")["config"]
     assert (other["norm_pix_loss"], other["decoder_dim"], other["mask_ratio"]) == (False, 64, 0.75)
-    assert {*mapped} == {True}
 
 
 def test_init_with_other_channels(pretrain, monkeypatch, refused):
@@ -639,11 +690,11 @@ def test_validation_is_as_training(pretrain, tune, spy):
     is normalised by itself."""
     pieces = spy(train, "normalize", lambda images, model: (len(images), model.training))
     for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
-        seen = spy(cls, name, lambda self, images, *_: (
+        seen = spy(cls, name, lambda self, images, *_, **__: (
             torch.is_autocast_enabled("cpu"), len(images), self.training))
         modes = spy(cls, "forward", lambda self, *_: self.training)
         run("--accum", "2", "--amp", "bf16", name=name)    # TINY: 2 epochs, --batch_size 8
-        assert {*seen} - {(True, 4, True)} == {(True, 11, False)}
+        assert {*seen} - {(True, 4, True), (True, 8, False)} == {(True, 11, False)}
         assert modes == [True] * 20                        # also after the first validation
     assert {*pieces} == {(4, True), (11, False)}
 
@@ -652,19 +703,21 @@ def test_validation_is_as_training(pretrain, tune, spy):
 def test_psnr_by_hand(pretrain, folder, spy, method):
     """PSNR and recon.png show what reconstruct returns for fixed noise, which depends only on the
     image: not on the seed or on the number of images."""
-    seen = spy(train.METHODS[method], "reconstruct", lambda self, *inputs: inputs[:2])
+    seen = spy(train.METHODS[method], "reconstruct",
+               lambda self, *inputs, leak_free=False: leak_free and inputs[:2])
     drawn = spy(train, "save_run", lambda *inputs: inputs[-1])
     words = ["--method", method, "--epochs", "0", "--img_size", "16,24"]
     pretrain(*words, name="all", own=[])
-    images, noise = (torch.cat(parts) for parts in zip(*seen))
-    truth = train.open_data(str(folder), HERE, (16, 24))[1].images / 255
+    images, noise = (torch.cat(parts) for parts in zip(*filter(None, seen)))
+    val = train.open_data(str(folder), HERE, (16, 24))[1]
+    truth = torch.cat([x for _, x, _ in train.val_batches(val, HERE, (16, 24))]) / 255
     found = [(x - truth).abs().amax((1, 2, 3)).argmin().item()
              for x in denormalize(images, train.load_model("runs/all"))]
     assert sorted(found) == [*range(11)]                   # each validation image once
     assert len(noise.unique(dim=0)) == 11
     seen.clear()
     pretrain(*words, "--seed", "1", "--eval_images", "4", name="few", own=[])
-    (few, noise_of_few), = seen
+    (few, noise_of_few), = filter(None, seen)
     assert len(few) == 4
     for x, n in zip(few, noise_of_few):
         assert torch.equal(n, noise[(images == x).all((1, 2, 3))].squeeze(0))
@@ -726,9 +779,20 @@ def test_masks_of_an_evaluation(pretrain, spy):
     assert [row["psnr_masked"] for row in again] == [scores["block", 0.5], scores["block", 0.75]]
 
 
-def test_eval_of_normalised_patches(pretrain):
-    """With --leak_free, the true mean and variance of a patch are not used."""
-    pretrain("--norm_pix_loss")
-    words = ["runs/mae/last.pt", "--mask_ratios", "0.75", "--workers", "0"]
-    (flattered,), (honest,) = evaluate.main(words), evaluate.main([*words, "--leak_free"])
-    assert honest["psnr_masked"] < flattered["psnr_masked"]
+def test_eval_of_normalised_patches(pretrain, spy):
+    """Scores never use the true mean and variance of a patch; pictures do."""
+    images = spy(MAE, "reconstruct", lambda self, x, *_, leak_free=False: (leak_free, len(x)))
+    logged = pretrain("--norm_pix_loss")["history"][-1]["psnr_masked"]
+    (row,) = evaluate.main("runs/mae/last.pt --mask_ratios 0.75 --workers 0")
+    assert row["psnr_masked"] == logged and images == [(True, 11), (False, 8)] * 3
+
+
+def test_eval_on_another_folder(pretrain, tmp_path, capsys):
+    """All images of another folder count; of a run's own folder, those that it held out."""
+    for name, n in (("own", 60), ("new", 30)):
+        write_pictures(tmp_path / name, "x", n)
+    pretrain("--data", tmp_path / "own")
+    held_out = len(train.open_data(str(tmp_path / "own"), HERE)[1].labels)
+    for data, n in (("own", held_out), ("new", 30)):
+        evaluate.main(["runs/mae", "--data", tmp_path / data, "--workers", "0"])
+        assert f"mean over {n} images" in capsys.readouterr().out
