@@ -311,6 +311,8 @@ def test_crop_statistics_match_torchvision():
     for x in (ours, streamed):
         assert all((a - b).abs() < 4 for a, b in zip(statistics(x), statistics(theirs)))
         assert abs((slopes(x.float())[0] < 0).float().mean() - 0.5) < 0.05
+    for x, slope in zip((ours[:, 0, 16], ours[:, 1, :, 16]), slopes(ours)):        # (2000, 32)
+        assert (x[:, 0] - x[:, 16] + slope).abs().max() < 10           # no crop ends outside
 
 
 # --------------------------------------------------------------------------------------- training
@@ -614,6 +616,25 @@ def test_resuming(pretrain, folder, capsys):
     assert "resumed after epoch 2 of 3\n" in said and other["epoch"] == 3
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
+
+
+def test_resuming_what_was_not_trained(pretrain):
+    pretrain("--epochs", "0", name="a")
+    pretrain("--epochs", "2", "--resume", name="a")
+    assert [row["epoch"] for row in log("a")] == [0, 1, 2]
+    assert same(train.read_checkpoint("runs/a")["model"], pretrain(name="b")["model"])
+
+
+def test_keeping_checkpoints(pretrain, spy):
+    """--keep_every keeps last.pt as it was, also of epochs without a score. A killed run does not
+    leave a part of a file: the copy is made before last.pt changes."""
+    copied = spy(shutil, "copyfile", lambda old, new: os.path.exists("runs/a/last.pt"))
+    pretrain("--epochs", "5", "--keep_every", "2", "--eval_every", "5", name="a")
+    assert sorted(path.name for path in Path("runs/a").glob("*.pt")) == [
+        "epoch_2.pt", "epoch_4.pt", "last.pt"] and copied == [False, True]
+    kept = train.read_checkpoint("runs/a/epoch_2.pt")
+    assert kept["epoch"] == 2 and len(kept["history"]) == 2
+    assert train.load_model("runs/a/epoch_4.pt")
 
 
 def test_overwriting(pretrain, monkeypatch):
