@@ -156,7 +156,8 @@ def test_a_model_on_meta_is_complete(name):
 def needs_a_mask_from_noise(model, images, noise):
     """Skip the test if the model chooses its mask from the images, as a learned mask does. If it
     does not, but noise does not decide the mask either, fail."""
-    masks = [model.reconstruct(x, noise)[1] for x in (images, images.flip(0), images.neg())]
+    detail = images * model.encoder.pixels_of(noise.flip(0))
+    masks = [model.reconstruct(x, noise)[1] for x in (images, detail, images.neg())]
     if torch.equal(masks[0], model.encoder.mask(images, noise, model.mask_ratio)[2]):
         return
     assert not torch.equal(masks[0], masks[1]) or not torch.equal(masks[0], masks[2]), (

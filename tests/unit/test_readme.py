@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import finetune
 import train
 from tests import bench, evaluate
-from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, write_pictures
-from vit import normalize
+from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, same, write_pictures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
 
@@ -25,65 +25,99 @@ def python(page):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_python(pretrain, folder, monkeypatch):
-    """REFERENCE.md's pieces of Python run in their order: features of a folder, a model's methods,
-    a file that both scripts read, a photo's class name, a notebook's cell."""
-    pretrain("--epochs", "0", name="mae_shapes")
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with the data, runs and files that HOWTO.md names, all of them small."""
+    root = tmp_path_factory.mktemp("desk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        few_shapes(patch)
+        train.main("--epochs 1 --batch_size 20 --workers 0")
+        finetune.main("--checkpoint runs/mae_shapes --epochs 0 --workers 0")
+        write_pictures(Path("photos"), "ab", 20, side=32)
+        for part, n in (("train", 9), ("val", 3)):
+            write_pictures(Path("LABELS", part), "abc", n, side=32)
+        shutil.copy("photos/a/0.png", "photo.jpg")
+        files = sorted(Path("photos").rglob("*.png"))
+        Path("labels.csv").write_text("".join(f"{file},{file.parent.name}\n" for file in files))
+        Path("arrays").mkdir()
+        images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), "uint8")
+        for i, image in enumerate(images):
+            np.save(f"arrays/{i}.npy", np.stack([image] * 3))
+        labels = np.arange(40)[:, None] % 2
+        np.savez("medmnist.npz", train_images=images, train_labels=labels, val_images=images[:9],
+                 val_labels=labels[:9])
+        Path("tests").symlink_to(ROOT / "tests")
+    return root
+
+
+def few_shapes(patch):
+    """Let --data shapes be 100 + 10 images instead of 10,000 + 1,000."""
+    draw = train.draw_shapes
+    patch.setattr(train, "draw_shapes",
+                  lambda n, size, seed: draw(n // 100 if n >= 1000 else n, size, seed))
+
+
+@pytest.mark.parametrize("piece", python("HOWTO.md"))
+def test_howto(desk, monkeypatch, capsys, piece):
+    """Each answer runs as it stands, for one epoch, and prints the numbers in its comments."""
+    monkeypatch.chdir(desk)
+    few_shapes(monkeypatch)
     shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=shown))
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
-    words = ["--data", str(folder), "--epochs", "0"]
-    finetune.main(["--checkpoint", "runs/mae_shapes", *words, "--name", "mae_shapes_finetune"])
-    write_pictures(Path("photos"), "ab", 2, side=50)
-    shutil.copy("photos/a/0.png", "photo.jpg")
-    Path("tests").symlink_to(ROOT / "tests")
-    names = {}
-    for piece in python("REFERENCE.md"):
-        if "import timm" not in piece:                     # test_timm
-            exec(piece, names)
-    model = train.load_model("tests/models/tiny.pt")
-    photo = train.center_crop(train.read_image("photo.jpg"), (32, 32))[None]
-    tokens = model.encoder(normalize(photo, model))        # (1, 1+64, 192)
-    assert [str(x) for x in names["files"]] == [f"photos/{x}.png" for x in ("a/0", "a/1", "b/0", "b/1")]
-    assert torch.allclose(names["features"][0], tokens[0, 1:].mean(0), atol=1e-5)
-    sums = names["attention"].sum(3)
-    assert sums.shape == (8, 2, 65) and torch.allclose(sums, torch.ones(()))
-    assert names["grids"][-1].shape == (8, 64, 8, 8) and names["mask"].shape == (8, 64)
-    assert names["scores"]["epoch"] == 1 and names["scores"]["psnr_masked"] > 5
-    assert names["name"] in ("a", "b") and names["photo"].shape == (3, 16, 16)
-    rows = evaluate.main(["own.pt", *words[:2], "--mask_ratios", "0.75"])
-    assert len(rows) == 1 and rows[0]["psnr_masked"] > 3
-    finetune.main(["--checkpoint", "own.pt", *words])
+    for name in ("METHODS", "PRETRAINING", "IMG_EXTENSIONS", "read_image", "mask_noise"):
+        value = getattr(train, name)                       # what a piece replaces comes back
+        monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
+    monkeypatch.setattr(train.Pretraining, "model_inputs", train.Pretraining.model_inputs)
+    monkeypatch.setattr(finetune.Classifier, "forward", finetune.Classifier.forward)
+    monkeypatch.setattr(finetune, "prepare", finetune.prepare)
+    for module in (train, finetune):
+        main = module.main
+        monkeypatch.setattr(module, "main", lambda words, main=main: main(
+            [*train.words_of(words), "--epochs", "1", "--workers", "0", "--overwrite"]))
+    for module in ("wandb", "tensorboard"):
+        if module in piece and not find_spec(module):
+            pytest.skip(f"{module} is not installed")
+    if not find_spec("onnxscript"):
+        piece = re.sub(r"torch\.onnx.*", "", piece)
+    capsys.readouterr()
+    exec(piece, {"__name__": "howto"})
+    wanted = re.findall(r"print\(.*  # ([\d.]+)", piece)
+    assert not wanted or capsys.readouterr().out.split() == wanted
+
+
+def test_commands_of_howto(desk, monkeypatch):
+    """The commands of HOWTO.md run in their order."""
+    monkeypatch.chdir(desk)
+    few_shapes(monkeypatch)
+    for script, *words in commands(ROOT / "tests/docs/HOWTO.md"):
+        if "knn" not in words:
+            words += ["--epochs", "0" if "0" in words else "5", "--overwrite"]
+        {"train.py": train, "finetune.py": finetune}[script].main([*words, "--workers", "0"])
 
 
 def test_forks(pretrain, monkeypatch):
-    """FORKS.md's methods train and are measured, even without pixels. The first one mixes feature
-    maps by its weights."""
-    names, data = {"__name__": "fork"}, None
-    write_pictures(Path("photos"), "ab", 2, side=50)
+    """FORKS.md's methods train and are measured, even without pixels."""
+    names, images = {"__name__": "fork"}, ["--img_size", "32"]
     for piece in python("FORKS.md"):
         known = {*names}
         exec(piece, names)
-        cls = [x for key, x in names.items() if key not in known and key.endswith("MAE")
-               and key != "MAE"]
-        if not cls:                                        # it has written a file of images
-            data = ["--data", "nir.pt", "--patch_size", "8"]
-            continue
-        monkeypatch.setitem(train.METHODS, "fork", cls[0])
-        run = pretrain("--method", "fork", *(data or []), "--overwrite", name="fork", own=DECODER)
+        cls, = [x for key, x in names.items() if key not in known and key.endswith("MAE")
+                and key != "MAE"]
+        monkeypatch.setitem(train.METHODS, "fork", cls)
+        file = ["--features", str(ROOT / "tests/models/mae.pt")] * (cls.__name__ == "FeatureMAE")
+        run = pretrain("--method", "fork", *images, *file, "--overwrite", name="fork", own=DECODER)
         assert run["history"][-1]["loss"] > 0
         # only settings that its constructor takes are listed
         assert ("norm_pix_loss" in run["flags"]["origin"]) == ("norm_pix_loss" in run["config"])
-        if not data:                                       # bench reads no images
-            bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
-        if cls[0].reconstruct:
+        bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
+        if cls.reconstruct:
             assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
-    assert torch.load("grey.pt")["train"].shape[1:] == (1, 32, 32)
-    model = names["InterBlockMAE"](16, 4, dim=16, depth=2, heads=2)
-    images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[3, 1], [0, 2]])        # ids: (B, K)
-    maps = model.encoder.feature_maps(model.encoder.embed(images, ids))
-    mix = sum(w * f for w, f in zip(model.map_weights, maps))
-    assert torch.allclose(model.encode(images, ids), model.encoder.norm(mix), atol=1e-6)
+        teacher = {name.removeprefix("teacher."): value for name, value in run["model"].items()
+                   if name.startswith("teacher.")}
+        if file:                                           # frozen, and loaded from its file
+            assert same(teacher, train.load_encoder(file[1]).state_dict())
+            assert train.load_model("runs/fork").teacher.dim == 64
 
 
 def test_a_method_needs_only_its_file_and_vit():
