@@ -189,12 +189,12 @@ def test_the_papers_tables_as_flags():
     text, count = (ROOT / "tests/docs/FLAGS.md").read_text(encoding="utf-8"), 0
     for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
         for line in filter(None, block.replace("\\\n    ", "").splitlines()):
-            if line.startswith(("train.py ", "finetune.py ")):
-                command = line
+            if line.startswith(("python ", "torchrun ")):
+                command = re.search(r"(train|finetune)\.py .*", line)[0]
                 continue
             row, numbers = re.fullmatch(                   # table, flags, (numbers), # comment
-                r".{14}(--?[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
-            row = row if row.startswith("-m tests.evaluate") else f"{command} {row}"
+                r".{14}((?:python )?-[^(#]*[^(# ])(?: \(([\d., ]+)\))?(?: +# .*)?", line).groups()
+            row = f"{command} {row}" if row.startswith("--") else row.removeprefix("python ")
             more = [re.sub(r"[\d.]+$", x, row) for x in (numbers or "").split(", ") if x]
             for script, *words in map(str.split, [row, *more]):
                 parsed(script, words)
