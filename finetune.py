@@ -6,7 +6,7 @@ opens the data, builds a Classifier and hands both to train.fit. train.py handle
 
 The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
 probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
-released code. The end of this file lists the differences. For i-MAE, see tests/docs/FLAGS.md.
+released code. At the end stands where they and this file differ. For i-MAE, see docs/FLAGS.md.
 """
 
 import torch
@@ -88,10 +88,9 @@ def run_name(flags):
 
 
 class Finetuning:
-    """Fine-tuning, training from scratch and linear probing, as train.Pretraining for train.fit.
-
-    RandAugment and erasing take one image at a time. With either, workers crop and augment the
-    images (with `transform`), and images in memory move to the CPU."""
+    """Fine-tuning, training from scratch and linear probing: see train.Pretraining. RandAugment and
+    erasing take one image at a time. With either, workers crop and augment the images (with
+    `transform`), and images in memory move to the CPU."""
 
     pieces_draw_alike, pairs = False, None                 # drop path and mixing: see train_step
 

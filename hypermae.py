@@ -132,8 +132,8 @@ class HyperMAE(nn.Module):
     def decode(self, coords, M):
         """Map coordinates to pixels with the PaCo-MLP (Sec. 2.2, Algorithm 1). coords are (B,P,2),
         or (P,2) if all images share them. M (B,h,h) is a layer without a bias. Returns (B,P,p*p*C).
-        Every layer except the last has a ReLU; by default, M and the layer before it have none
-        either (item 1)."""
+        A ReLU follows each layer except the last one and, by default, except M and the layer before
+        it (item 1)."""
         z = fourier_features(coords, self.pe_dim, self.pe_sigma)       # (B, P, 2 pe_dim) item 5
         z = z.to(M.dtype)                                              # (B, P, 2 pe_dim)
         mod = self.modulated_layer                         # M is not in paco_mlp, as in Algorithm 1

@@ -79,8 +79,8 @@ class MINR(nn.Module):
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)
     """
 
-    recipe = dict(  # the release's for Imagenette; our summary has none. More: tests/docs/FLAGS.md
-        # `crop` replaces the release's random crop of 182 x 182 pixels, which is not resized. After
+    recipe = dict(  # the release's for Imagenette; the paper's summary has none (more: FLAGS.md)
+        # the release crops 182 x 182 pixels at random without resizing them; `crop` resizes. After
         # 80% of the epochs, the release divides TransINR's learning rate by 10 (not implemented)
         optimizer="adam", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant",
         batch_size=32, epochs=400, warmup_epochs=0, crop=0.75, flip=True)

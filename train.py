@@ -754,7 +754,7 @@ def resume(task, optimizer, scaler):
 def read_checkpoint(path, heads=None, part="encoder"):
     """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
     dict with path, method (None for a released file), config (constructor arguments), model (state
-    dict), mean, std, flags and more. Another `part`, e.g. a momentum teacher, can be the encoder."""
+    dict), mean, std, flags and more. A `part` such as a momentum teacher can be the encoder."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
@@ -884,8 +884,9 @@ def in_range(kind, low, high=math.inf):
 
 def word_or_numbers(text):
     """Parse `all` as "all", `0,5,11` as (0, 5, 11) and `0.9,0.95` as (0.9, 0.95)."""
-    parts = text.split(",")
-    return text if text.isidentifier() else tuple(int(x) if x.isdigit() else float(x) for x in parts)
+    if text.isidentifier():
+        return text
+    return tuple(int(x) if x.isdigit() else float(x) for x in text.split(","))
 
 
 def size_in_pixels(text):
@@ -989,13 +990,13 @@ def add_method_arguments(parser, cls):
 
 
 def words_of(argv):
-    """Return the words of argv, a list or a string, or by default those of the shell."""
+    """Return the words of argv, a list or a string; by default, those typed after the script."""
     argv = sys.argv[1:] if argv is None else argv
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
 
 
 def shell(main):
-    """Run main() as a command of the shell. Invalid input ends it with one line and exit code 2."""
+    """Run main() for a script. Invalid input ends the script with one line and exit code 2."""
     sys.stdout.reconfigure(line_buffering=True)            # a log file shows each epoch at once
     try:
         main()

@@ -108,14 +108,15 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
     and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
     one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less if
-    clipped at its border. MAE's, from BEiT, lie inside the image and have at least 16 patches."""
+    clipped at its border. If 16 of them are too few (at ratio 0.9, in 15% of images), random
+    patches follow. MAE's, from BEiT, lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
     if kind == "grid":
         noise = noise + ((row % 2)[:, None] | (col % 2)[None])         # (B, h, w) plus 0 or 1
     elif kind == "block":
-        n = 16                                 # rectangles: rarely too few to reach mask_ratio
+        n = 16                                             # rectangles
         draws = torch.rand(4, B, n, 1, device=device, generator=generator)  # (4, B, n, 1)
         area, aspect, y, x = draws                                     # (B, n, 1) each
         area = 0.1 + 0.3 * area                            # a fraction of the image's area
@@ -291,9 +292,9 @@ class ViT(nn.Module):
     # ------------------------------------------------------------------------------ reconstructions
     def paste_patches(self, images, pred, ids, ids_keep, normalized=False, leak_free=False):
         """Return images (B,C,H,W) with the patches `ids` (B,P) replaced by pred (B,P,p*q*C). If
-        `normalized`, predictions are un-normalised first. By default, this uses each true patch's
-        mean and variance, which makes the image look too good and its PSNR too high. With
-        `leak_free`, it uses those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
+        `normalized`, predictions are un-normalised first: by default with the mean and variance of
+        each true patch, which makes the image look too good and its PSNR too high. With
+        `leak_free`, they are those of all visible pixels, i.e. of the patches ids_keep (B,K)."""
         patches = patchify(images, self.patch_size).float()            # (B, L, p*q*C)
         pred = pred.float()
         if normalized:
@@ -372,7 +373,7 @@ def from_released(state):
     """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
     "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding,
     a convolution `patch_embed.proj`, becomes a linear layer. Decoders and heads keep their names.
-    The prefixes `module.` and `_orig_mod.`, from DistributedDataParallel and torch.compile, go."""
+    The prefixes of DistributedDataParallel and torch.compile are removed."""
     ours = {}
     for name, value in state.get("model", state).items():
         name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
