@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 import train
 from train import count, fraction, in_range, not_negative, path
-from vit import IMAGENET_MEAN, IMAGENET_STD, SIZES, ViT, count_extra_tokens, normalize, require
+from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
@@ -53,9 +53,6 @@ def prepare(flags, here, folder=None):
     keep_labels(data, flags.labels, flags.seed)
     sizes = train.encoder_sizes(flags, img_size, start["config"])
     recipe, low_res = RECIPES.get(flags.mode, ({}, {}))
-    if flags.mode == "scratch":                            # tests/docs/RECIPE.md, Width
-        relative_width = sizes["dim"] / SIZES["micro"]["dim"]
-        low_res = dict(low_res, lr=low_res["lr"] / relative_width ** 1.5)
     probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(start["model"])
     cls = train.METHODS.get(start.get("method"))           # a fork's class may set pool
     pool = start["config"].get("pool") or getattr(cls, "pool", None)
@@ -64,6 +61,7 @@ def prepare(flags, here, folder=None):
            "drop_path": 0.0, "smoothing": 0.0}
     run = train.settle(
         flags, sizes, recipe, low_res, len(data.labels), own=own,
+        width_power=1.5 if flags.mode == "scratch" else 0.0,           # tests/docs/RECIPE.md
         # with few labels, validate less often
         least_eval_every=round(len(val.labels[:flags.eval_images]) / len(data.labels)),
         fixed=dict(classes=len(data.classes), probe=probe, extra_tokens=extra_tokens,

@@ -88,8 +88,7 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
     own = cls.__init__.__kwdefaults__ or {}                # keyword-only arguments: {name: default}
     low_res = {name: cls.low_res_config[name] for name in own if name in cls.low_res_config}
     low_res.update(cls.low_res_recipe)
-    same = start["method"] == flags.method
-    init = {name: config[name] for name in own if same and name in config}
+    init = config if start["method"] == flags.method else {}
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
     run = settle(flags, sizes, cls.recipe, low_res, images, cls.lr_scale, own=own, fixed=fixed,
                  init=init, folder=folder)
@@ -169,8 +168,7 @@ def train_step(net, optimizer, scaler, batch, seed, task):
     {name: value} on the device. Never synchronises host and device."""
     run, here, metrics = task.run, task.here, {}
     for i in range(run.accum):
-        # i-MAE's alpha, a scalar, goes to every piece
-        piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]
+        piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]    # a scalar: i-MAE's alpha
         # MINR's pixels are the same in all pieces and processes; drop path and mixing differ
         torch.manual_seed(seed if task.pieces_draw_alike else seed + here.rank * run.accum + i)
         inputs = task.model_inputs(*piece)                 # a piece at a time: floats are large
@@ -211,8 +209,7 @@ class Pretraining:
                 dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
 
     def draw_batch(self, images, labels):
-        """Return this process's part of a step: images, noise, for pairs also partners, alpha.
-        Random numbers are drawn for the whole batch, the same ones in all processes."""
+        """Return this process's part of a step: images, noise, for pairs also partners, alpha."""
         run, here = self.run, self.here
         halves = images.chunk(2 if self.pairs else 1)      # with pairs, partners come last
         if self.data.in_memory:
@@ -295,18 +292,21 @@ def describe(task, steps):
 
 
 # --------------------------------------------------------------------------------------- settings
-def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, least_eval_every=1, own={},
-           init={}, fixed={}, **facts):
+def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, width_power=0.5, own={}, init={},
+           fixed={}, least_eval_every=1, **facts):
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
     constructor's arguments: sizes, own and fixed. `images` is the number of training images. Each
     setting comes from the last layer that has it, which `run.origin` names."""
     if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
         low_res = {}
+    if "lr" in low_res:                                    # which is for micro's width
+        width = sizes["dim"] / SIZES["micro"]["dim"]
+        low_res = {**low_res, "lr": low_res["lr"] / width ** width_power}
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
     layers = {"default": own,              # arguments of the method
               "recipe": recipe,            # how to train
               "low_res": low_res,          # for small images, or an encoder no wider than micro
-              "init": init,                # arguments of the --init file's model
+              "init": {name: init[name] for name in own if name in init},      # of the --init file
               "flags": chosen}
     values = {**vars(flags), "min_lr": 0.0}
     for layer in layers.values():
@@ -364,8 +364,7 @@ def encoder_sizes(flags, img_size, saved):
 def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
     """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, and
     of the raw reconstruction, and columns {title: up to 8 images} for recon.png. Masks follow the
-    pattern `mask` and depend only on the image's index. Only the columns use the true patches' mean
-    and variance, if predictions are normalised."""
+    pattern `mask` and depend only on the image's index."""
     if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
@@ -377,7 +376,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
         inputs, noise = normalize(images, model), noise.to(here.device)
         with here.autocast():
             decoded, masked = model.reconstruct(inputs, noise, mask_ratio, leak_free=True)
-            if columns is None:
+            if columns is None:            # pictures may use each true patch's mean and variance
                 seen, _ = model.reconstruct(inputs[:8], noise[:8], mask_ratio)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(masked.float())                  # (b, 1, H, W)
@@ -516,8 +515,7 @@ def is_photo(file, root):
 
 def list_photos(root, parts):
     """Return (files, labels, classes) for each of the `parts` of a folder without labels: "train",
-    "val" or "all". Reads subfolders and follows links. A hash of each file's name chooses 5% for
-    validation."""
+    "val" or "all". Reads subfolders, also links. A hash of each file's name holds out 5% as val."""
     files = []
     for folder, folders, names in os.walk(root, followlinks=True):
         require("train" not in folders, f"--data {root}: pass {folder}, which has train/")
@@ -928,7 +926,8 @@ RUN = {
 RECIPE = {
     "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (tuple(OPTIMIZERS), "which optimizer to use"),
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, more if images are few"),
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, or as the fourth root of "
+           "a batch between the default and the recipe's; low_res: for width 64"),
     "blr": (not_negative, "learning rate for a batch of 256"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (word_or_numbers, "betas of Adam and AdamW, e.g. 0.9,0.95"),
