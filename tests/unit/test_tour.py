@@ -31,16 +31,17 @@ from vit import denormalize, mask_noise, pair, patchify, transfer
 
 FILES = [str(ROOT / f"{name}.py")
          for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
-SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=5, heads=4)
-B, L, RATIO = 10, 143, dict(mask_ratio=0.78)
-DECODER = dict(RATIO, decoder_dim=92, decoder_depth=6, decoder_heads=4)
-CROSS = dict(DECODER, decoder_depth=9, prediction_ratio=0.5)
+SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=3, heads=4)
+B, L, RATIO = 6, 143, dict(mask_ratio=0.78)
+DECODER = dict(RATIO, decoder_dim=92, decoder_depth=2, decoder_heads=4)
+CROSS = dict(DECODER, decoder_depth=8, prediction_ratio=0.5)
 HYPER = dict(RATIO, n_weight_tokens=14, feat2w_depth=2, mlp_depth=4, hidden_dim=37, pe_dim=22)
 RENDER = dict(RATIO, hidden_dim=74, groups=37, ff_dim=34, mlp_depth=4)
 CASES = [
     (MAE, [DECODER, dict(DECODER, norm_pix_loss=False)]),
     (CrossMAE, [CROSS, dict(CROSS, feature_maps="last"), dict(CROSS, project_maps=True),
-                dict(CROSS, feature_maps=(0, 2, 4), softmax_weights=True, self_attention=True)]),
+                dict(CROSS, feature_maps=(0, 2), include_input=False, softmax_weights=True,
+                     self_attention=True)]),
     (HyperMAE, [HYPER, dict(HYPER, shared_blocks=1),
                 dict(HYPER, loss_on="all", modulated_layer=2),
                 dict(HYPER, modulated_layer=0, relu_around_m=True)]),
@@ -148,7 +149,7 @@ def runs():
             yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes
             yield lambda: analyses.unmixed_psnr(model, images, 0.3), model, sizes
         elif cls is not HyperMAE:
-            yield lambda: analyses.analyse(model, None, images[:4]), model, dict(sizes, B=4)
+            yield lambda: analyses.analyse(model, None, images[:2]), model, dict(sizes, B=2)
     x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
     yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes
     for kind in ("grid", "block"):
