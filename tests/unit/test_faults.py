@@ -19,8 +19,7 @@ from PIL import Image
 import finetune
 import train
 from tests import evaluate
-from tests.unit.conftest import (DECODER, HERE, TINY, ended, fork, same, script, torchrun,
-                                 write_pictures)
+from tests.unit.conftest import (DECODER, HERE, TINY, ended, fork, same, script, write_pictures)
 from vit import InputError
 
 # ---------------------------------------------------------------------------------- command lines
@@ -261,11 +260,6 @@ def test_kills(words):
     assert a.keys() == b.keys() and all(same(a[i], b[i]) for i in a)
 
 
-def as_machine(*words):
-    """Do as script, with a folder of runs for each rank."""
-    script("train.py", *words, "--runs", f"runs{os.environ['RANK']}")
-
-
 # ------------------------------------------------------------------------------- not finite numbers
 def losing(monkeypatch, value, calls):
     """Multiply MAE's loss by a value in these calls, counted from 0. Returns a list with an element
@@ -341,17 +335,6 @@ def test_what_a_file_of_tensors_must_hold(tmp_path, refused, monkeypatch, train_
     torch.save({"train": train_part, "val": val_part}, "own.pt")
     refused(train.main, ["--data", "own.pt", "--patch_size", "4", "--batch_size", "2"],
             *words.split("; "))
-
-
-@pytest.mark.parametrize("names, wanted", [
-    ([0, 1], ["0", "1"]), (("a", "b"), ["a", "b"])])
-def test_class_names_of_a_file_of_tensors(tmp_path, names, wanted):
-    """Class names can be integers or a tuple; images can also be alone."""
-    torch.save({"train": part(names=names), "val": part(names=names)}, tmp_path / "own.pt")
-    assert train.open_data(str(tmp_path / "own.pt"), HERE)[0].classes == wanted
-    torch.save({x: part()[0] for x in ("train", "val")}, tmp_path / "own.pt")
-    data = train.open_data(str(tmp_path / "own.pt"), HERE)[0]
-    assert data.classes == [] and {*data.labels.tolist()} == {-1}
 
 
 LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
