@@ -23,13 +23,6 @@ def pair_and_noise(B=3):
     return images, torch.randn(images.shape, generator=torch.Generator().manual_seed(2)), noise
 
 
-def test_partners_of_another_batch():
-    """A smaller batch of partners, which would be broadcast silently, raises an error."""
-    x, y, _ = pair_and_noise()
-    with pytest.raises(ValueError, match="^partners are .*, but images "):
-        build("imae").mix_images(x, y[:1], 0.3)
-
-
 @pytest.mark.parametrize("options", [{}, dict(branches=1), dict(norm_pix_loss=True)])
 def test_unmix_decodes_what_the_loss_compares(options):
     """For each branch, unmix returns the image that the loss compares with the original: with one
@@ -68,18 +61,6 @@ def test_starts_from_an_mae(branches):
     images, noise = images_and_noise()
     assert torch.allclose(model.reconstruct(images, noise)[0], mae.reconstruct(images, noise)[0],
                           atol=1e-5)
-
-
-def test_unmix():
-    """unmix predicts every patch of both images, and does not see their masked pixels."""
-    model, (x, y, noise) = build("imae"), pair_and_noise()
-    decoded, mask = model.unmix(x, y, 0.3, noise)
-    masked = model.encoder.pixels_of(mask)
-    assert not torch.allclose(decoded[0] * (1 - masked), x * (1 - masked))
-    others = model.unmix(x + masked, y - 2 * masked, 0.3, noise)[0]
-    assert torch.equal(torch.stack(decoded), torch.stack(others))
-    unmixed = model.unmix(x, y, 1.0, noise)[0]             # what reconstruct gives
-    assert torch.equal(unmixed[1], model.reconstruct(x, noise)[0])
 
 
 def test_leak_free_images_know_only_the_mixture():

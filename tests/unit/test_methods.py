@@ -142,17 +142,6 @@ def test_a_step_waits_for_nothing():
         model.encoder.cls_token.sum().item()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_model_on_meta_is_complete(name):
-    """On the device "meta", a model is built without weights. A state dict has all it lacks."""
-    with torch.device("meta"):
-        empty = build(name)
-    model, inputs = build(name), images_and_noise()
-    assert all(x.is_meta for x in empty.state_dict().values())
-    empty.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(loss_of(empty, *inputs), loss_of(model, *inputs))
-
-
 def needs_a_mask_from_noise(model, images, noise):
     """Skip the test if the model chooses its mask from the images, as a learned mask does. If it
     does not, but noise does not decide the mask either, fail."""

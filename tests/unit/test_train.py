@@ -265,10 +265,10 @@ def test_cifar(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------------------------------------- crops of a batch
-def crop(images, crop=1.0, flip=False, seed=0, **more):
-    torch.manual_seed(seed)
-    run = settings(crop=crop, flip=flip, batch_size=len(images) * more.get("world", 1))
-    return train.crop_batch(images, images.shape[2:], run, HERE._replace(**more))
+def crop(images, crop=1.0, flip=False):
+    torch.manual_seed(0)
+    run = settings(crop=crop, flip=flip, batch_size=len(images))
+    return train.crop_batch(images, images.shape[2:], run, HERE)
 
 
 def test_crops_on_the_device():
@@ -510,6 +510,13 @@ def test_flags_of_a_fork(monkeypatch):
     monkeypatch.setitem(train.METHODS, "fork", Fork)
     found = parsed("train.py", "--method fork --features dino-v2/x.pt --blocks 3,5")
     assert (found.features, found.blocks) == ("dino-v2/x.pt", (3, 5))
+
+
+def test_paths(monkeypatch):
+    """A notebook does not expand ~, and its words need not be strings."""
+    monkeypatch.setenv("HOME", "/home/a")
+    flags = parsed("train.py", ["--data", Path("~/x"), "--runs", "~/y"])
+    assert (flags.data, flags.runs) == ("/home/a/x", "/home/a/y")
 
 
 def test_flags_do_something(pretrain):
