@@ -98,7 +98,7 @@ def pretrain(folder, tmp_path, monkeypatch):
 def tune(folder, pretrain):
     """tune("--flag", "value", name="y") runs finetune.py on the run "mae" and returns its last.pt
     and row."""
-    pretrain()
+    pretrain("--epochs", "1")
 
     def run(*words, name="tuned"):
         training = [] if "knn" in words else [*TINY[8:], "--name", name]

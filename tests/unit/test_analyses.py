@@ -166,10 +166,10 @@ def test_command(pretrain, folder, spy, capsys):
     """The command prints tables and writes pictures for each checkpoint, on the validation images
     that it was trained on, or on others."""
     seen = spy(analyses, "analyse", lambda model, train, val: (train, val))
-    pretrain()
+    pretrain("--epochs", "0")
     for name, more in (("crossmae", []), ("minr", []), ("hypermae", []),
                        ("imae", ["--teacher", "runs/mae"])):
-        pretrain("--method", name, *more, name=name, own=flags(BASE[name]))
+        pretrain("--method", name, *more, "--epochs", "0", name=name, own=flags(BASE[name]))
     capsys.readouterr()
     names = "mae crossmae minr hypermae imae".split()
     main(["--workers", "0", *(f"runs/{name}" for name in names)])

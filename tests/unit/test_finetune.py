@@ -315,7 +315,7 @@ def test_released_checkpoints(tmp_path, monkeypatch, refused):
 
 
 @pytest.mark.parametrize("mode, words", [
-    ("scratch", "--dim 16 --depth 2"), ("linear", "--amp fp16"),
+    ("linear", "--amp fp16"),
     ("finetune", "--mixup 0.8 --cutmix 1 --drop_path 0.2 --randaug 9 --workers 1")])
 def test_a_resumed_run_is_the_same(tune, monkeypatch, mode, words):
     """A resumed run continues all random numbers, in workers and in the process itself."""

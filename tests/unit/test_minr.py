@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import minr
-from minr import MINR, fourier_features, grid_coords
+from minr import MINR, grid_coords
 from tests.unit.test_methods import build, images_and_noise
 
 
@@ -39,7 +38,7 @@ def test_what_the_hypernetwork_reads(visible_only):
     assert torch.allclose(model.encode(images, ids_keep, mask), x[:, -4:], atol=1e-6)
 
 
-def test_bfloat16_keeps_high_frequencies(monkeypatch, spy):
+def test_bfloat16_keeps_high_frequencies(spy):
     """Phases reach pi sigma and would be noise in bfloat16. All hidden layers use bfloat16."""
     model, (images, noise) = build("minr", ff_dim=16, ff_sigma=1024.0), images_and_noise()
     whole, seen = model.reconstruct(images, noise)[0], spy(F, "relu", lambda x: x.dtype)
@@ -54,9 +53,6 @@ def test_bfloat16_keeps_high_frequencies(monkeypatch, spy):
     assert {*seen} == {torch.bfloat16}                     # biases promote no hidden layer
     model.bfloat16()
     assert off(images.bfloat16()) < 0.05
-    monkeypatch.setattr(minr, "fourier_features", lambda coords, dim, sigma: fourier_features(
-        coords.bfloat16(), dim, sigma))                    # which is too coarse for 24 columns
-    assert off(images.bfloat16()) > 0.2
 
 
 def test_pixels_of_a_training_step(spy):
@@ -82,15 +78,17 @@ def test_loss_of_some_pixels(loss_on):
     test_methods.py.)"""
     model = build("minr", pixel_fraction=0.3, loss_on=loss_on)
     images, noise = images_and_noise(6)
-    losses = torch.stack([model(images, noise)[0] for _ in range(200)])
-    assert torch.allclose(losses.mean(), model.eval()(images, noise)[0], rtol=0.02)
+    with torch.no_grad():
+        losses = torch.stack([model(images, noise)[0] for _ in range(100)])
+        assert torch.allclose(losses.mean(), model.eval()(images, noise)[0], rtol=0.02)
 
 
 @pytest.mark.parametrize("kind, groups, sigma", [("ginr", 256, 128.0), ("transinr", 64, 1024.0)])
 def test_defaults(kind, groups, sigma):
     """By default, MINR has a 14 x 14 grid of 13-pixel patches, 6 blocks of width 768, 5 layers of
     width 256, and the release's values for each hypernetwork."""
-    model = MINR(hypernetwork=kind)
+    with torch.device("meta"):                             # weights do not matter here
+        model = MINR(hypernetwork=kind)
     tokens = {1: 256} if kind == "ginr" else {**dict.fromkeys(range(4), 64), 4: 3}
     assert model.tokens_per_layer == tokens
     assert model.ff_sigma == sigma and model.tokens_per_layer[1] == groups
