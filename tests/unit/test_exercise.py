@@ -41,7 +41,7 @@ phases = torch.cat([coords[..., :1].double() * f, coords[..., 1:].double() * f],
 phases = math.pi * phases
 return torch.cat([torch.cos(phases), torch.sin(phases)], dim=-1)""", [
         ("math.pi * phases", "(math.pi * phases).to(coords.dtype)", "0, feature 2: expected"),
-        (".double()", ".float()", "")]),
+        ("[torch.cos", "[-torch.cos", "0, feature 0: expected"), (".double()", ".float()", "")]),
     "mae.MAE.add_mask_tokens": ("""
 ids = torch.cat([torch.zeros(len(latent), 1).long(), ids_keep + 1, ids_mask + 1], dim=1)
 masked = self.mask_token.repeat(len(latent), ids_mask.shape[1], 1)
@@ -122,15 +122,15 @@ def test_the_hint_names_each_slip(name, monkeypatch):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_nan_is_not_right(name, monkeypatch):
-    """Nor are results with another sign, and no reference has a NaN that would excuse one."""
+    """No reference has a NaN that would excuse one."""
     item, (owner, last) = EXERCISES[name], find(name)
-    for change in (lambda x: x * math.nan, lambda x: -x - 1):
-        def spoil(x):
-            is_index = torch.is_tensor(x) and not x.is_floating_point()
-            return x if is_index or isinstance(x, torch.nn.Parameter) else change(x)
-        monkeypatch.setattr(owner, last, lambda *args, **more: tree_map(
-            spoil, item.reference(*args, **more)))
-        assert ": expected" in check(name), name
+
+    def spoil(x):
+        is_index = torch.is_tensor(x) and not x.is_floating_point()
+        return x if is_index or isinstance(x, torch.nn.Parameter) else x * math.nan
+    monkeypatch.setattr(owner, last, lambda *args, **more: tree_map(
+        spoil, item.reference(*args, **more)))
+    assert ": expected" in check(name), name
 
 
 @pytest.fixture

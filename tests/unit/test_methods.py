@@ -330,7 +330,7 @@ def test_one_batch_overfits(name):
     *[(n, {}) for n in PIXELS], ("mae", DECODER_OPTIONS[0]), ("imae", dict(teacher=TEACHER))])
 def test_a_call_changes_nothing(name, options):
     """A call changes no buffers and no attributes. The loss is float32 under autocast and, for the
-    five methods, even if the model is in bfloat16. (In float64, it is float64.)"""
+    five methods, even if the model is in bfloat16."""
     model, (images, noise) = build(name, **options).eval(), images_and_noise()
     state, names = copy.deepcopy(model.state_dict()), {*vars(model)}
     loss = loss_of(model, images, noise)
@@ -344,12 +344,11 @@ def test_a_call_changes_nothing(name, options):
     assert same(model.state_dict(), state), "forward or reconstruct changes a parameter or buffer"
     decoded = model.reconstruct(images, noise)[0]
     assert name not in OPTIONS or not decoded.requires_grad
-    for dtype, off in ((torch.bfloat16, 0.1), (torch.float64, 1e-5)) if name in OPTIONS else ():
-        other, x = copy.deepcopy(model).to(dtype), images.to(dtype)
-        rounded, again = loss_of(other, x, noise), other.reconstruct(x, noise)[0]
-        assert rounded.dtype == torch.promote_types(dtype, torch.float32)
-        assert again.dtype == torch.float32 and abs(loss - rounded) < off
-        assert (decoded - again).abs().mean() < off
+    if name in OPTIONS:
+        model, images = model.bfloat16(), images.bfloat16()
+        rounded, again = loss_of(model, images, noise), model.reconstruct(images, noise)[0]
+        assert rounded.dtype == again.dtype == torch.float32 and abs(loss - rounded) < 0.1
+        assert (decoded - again).abs().mean() < 0.1
 
 
 IMPOSSIBLE = {  # the message names the first one

@@ -29,7 +29,7 @@ from mae import MAE
 from tests import evaluate
 from tests.lib.masks import copy_visible
 from tests.lib.pictures import save_picture
-from tests.unit.conftest import (DECODER, FIVE, HERE, ROOT, TINY, ended, fork, parsed, same,
+from tests.unit.conftest import (DECODER, HERE, ROOT, TINY, ended, fork, parsed, same,
                                  settings, together, write_pictures)
 from tests.unit.golden import load
 from tests.unit.test_methods import BASE, build, flags, images_and_noise
@@ -472,19 +472,14 @@ def test_no_cliff_in_the_learning_rate(optimizer):
 
 
 def test_where_settings_come_from(pretrain, capsys, monkeypatch):
-    """A line for each source says what it has set. Large images get the paper's recipe."""
+    """A line for each source says what it has set."""
     monkeypatch.setitem(train.MAE.recipe, "min_lr", 1e-6)
-    pretrain("--lr", "0.1", "--mask_ratio", "0.5", "--epochs", "0")
-    pretrain("--method", "crossmae", "--img_size", "80", "--dim", "68", "--epochs", "0", name="b")
-    first, second = (dict(line.split(maxsplit=1) for line in part.splitlines() if line[8:])
-                     for part in capsys.readouterr().out.split("data    ")[1:])
-    assert first["low_res"] == "norm_pix_loss False"       # all else is in conftest's flags
-    assert first["flags"].startswith("mask_ratio 0.5, decoder_dim 16, ") and (
-        "lr 0.1" in first["flags"] and "derived" not in first and " lr " not in first["recipe"])
-    assert first["recipe"].endswith("min_lr 1e-06")
-    assert "low_res" not in second and "prediction_ratio 0.75" in second["default"]
-    assert second["derived"] == f"lr {1.5e-4 * 8 / 256 * 512 ** 0.75}"
-    assert "blr 0.00015" in second["recipe"] and "norm_pix_loss True" in second["default"]
+    pretrain("--blr", "0.1", "--mask_ratio", "0.5", "--epochs", "0")
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["low_res"] == "norm_pix_loss False"        # all else is in conftest's flags
+    assert said["flags"].startswith("mask_ratio 0.5, decoder_dim 16, ")
+    assert said["derived"] == f"lr {0.1 * 64 / 256 * (8 / 64) ** 0.25}"
+    assert "blr" not in said["recipe"] and said["recipe"].endswith("min_lr 1e-06")
 
 
 @pytest.mark.parametrize("main, words", [
@@ -691,13 +686,6 @@ def test_init_with_other_channels(pretrain, monkeypatch, refused):
 
 
 # ------------------------------------------------------------------------------------- evaluation
-def test_precision():
-    """On CPUs, fused attention is slower in bf16, and not used."""
-    for amp, dtype, fused in (("bf16", torch.bfloat16, False), ("auto", torch.float32, True)):
-        here = train.start_processes(parsed("train.py", f"--amp {amp}"))
-        assert (here.dtype, torch.backends.cuda.flash_sdp_enabled()) == (dtype, fused)
-
-
 def test_validation_is_as_training(pretrain, tune, spy):
     """Validation also runs in mixed precision, but in eval mode. In training, each piece of --accum
     is normalised by itself."""
@@ -712,7 +700,7 @@ def test_validation_is_as_training(pretrain, tune, spy):
     assert {*pieces} == {(4, True), (11, False)}
 
 
-@pytest.mark.parametrize("method", FIVE)
+@pytest.mark.parametrize("method", ["mae", "minr"])        # one normalises images, one does not
 def test_psnr_by_hand(pretrain, folder, spy, method):
     """PSNR and recon.png show what reconstruct returns for fixed noise, which depends only on the
     image: not on the seed or on the number of images."""
