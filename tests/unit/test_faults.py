@@ -48,6 +48,7 @@ train | --method imae --teacher runs/mae --patch_size 8 | teacher
 eval  | runs/tuned                             | runs/tuned
 eval  | runs/mae runs/large                    | runs/large
 tune  | --data flat/up/data/val/a              | classes
+tune  | --dim 32                               | the file has (16, ; the model (32,
 tune  | --part teacher                         | --part teacher
 tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; BatchNorm
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt

@@ -126,11 +126,10 @@ def test_finetuning_and_probing_learn(tune, folder):
     assert same(encoder, {name: before[name] for name in encoder})
 
 
-def test_names_of_runs(tmp_path):
+def test_names_of_runs():
     """A run is named after its checkpoint and mode, then --data and --labels if they are given."""
-    birds = tmp_path / "birds"
     for name, words in {"mae_shapes_linear": "--checkpoint runs/mae_shapes/last.pt --mode linear",
-                        "mae_vit_finetune_birds_0.1": f"--checkpoint mae_vit.pth --data {birds} "
+                        "mae_vit_finetune_birds_0.1": "--checkpoint mae_vit.pth --data my/birds "
                         "--labels 0.1", "scratch_shapes": "--mode scratch"}.items():
         assert finetune.run_name(parsed("finetune.py", words)) == name
 
@@ -227,8 +226,6 @@ def test_few_labels(tune, tmp_path, capsys, spy):
     assert "7 train, 12 val" in capsys.readouterr().out and seeds == [3]
     scored = [row["epoch"] for row in content["history"] if "top1" in row]
     assert scored == [2, 4, 5]                             # 12 is about two times 7
-    few, _ = tune(*words, "--batch_size", "4", "--epochs", "2", "--eval_images", "6", name="few")
-    assert all("top1" in row for row in few["history"])
     tune("--mode", "knn", *words, "--eval_images", "4", "--pool", "token", "--k", "8")
     said = capsys.readouterr().out
     assert "on 4 images" in said and "7 neighbours out of 7" in said

@@ -139,7 +139,7 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
     """The teacher is an MAE of ours or a released one. It does not change, and is saved in the
     student's checkpoint. With --init, an MAE also initialises the branches."""
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
-    mae = pretrain(*micro)
+    mae = pretrain(*micro, "--epochs", "0")
     torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
         with pytest.raises(ValueError, match=f"the teacher has {name} .*, this model 99"):
@@ -151,7 +151,7 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
         assert model.teacher["encoder"].blocks[0].attn.heads == 2
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
-    other = pretrain("--seed", "1", *micro, name="other")["model"]
+    other = pretrain("--seed", "1", *micro, "--epochs", "0", name="other")["model"]
     words = ["--method", "imae", "--epochs", "0", "--init"]
     both = pretrain(*words, "runs/student", "--teacher", "runs/other", name="both")["model"]
     assert all(torch.equal(both[f"teacher.{name}"], other[name]) for name in teacher)

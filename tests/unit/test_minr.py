@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minr import MINR, grid_coords
+import minr
+from minr import MINR, fourier_features, grid_coords
 from tests.unit.test_methods import build, images_and_noise
 
 
@@ -38,7 +39,7 @@ def test_what_the_hypernetwork_reads(visible_only):
     assert torch.allclose(model.encode(images, ids_keep, mask), x[:, -4:], atol=1e-6)
 
 
-def test_bfloat16_keeps_high_frequencies(spy):
+def test_bfloat16_keeps_high_frequencies(monkeypatch, spy):
     """Phases reach pi sigma and would be noise in bfloat16. All hidden layers use bfloat16."""
     model, (images, noise) = build("minr", ff_dim=16, ff_sigma=1024.0), images_and_noise()
     whole, seen = model.reconstruct(images, noise)[0], spy(F, "relu", lambda x: x.dtype)
@@ -53,6 +54,9 @@ def test_bfloat16_keeps_high_frequencies(spy):
     assert {*seen} == {torch.bfloat16}                     # biases promote no hidden layer
     model.bfloat16()
     assert off(images.bfloat16()) < 0.05
+    monkeypatch.setattr(minr, "fourier_features", lambda coords, dim, sigma: fourier_features(
+        coords.bfloat16(), dim, sigma))                    # which is too coarse for 24 columns
+    assert off(images.bfloat16()) > 0.2
 
 
 def test_pixels_of_a_training_step(spy):

@@ -173,8 +173,7 @@ def test_refused(send):
 
 @pytest.mark.parametrize("path, body, words", [
     ("/image", b"%!PS-Adobe-3.0 EPSF-3.0", WRONG), ("/image", b"\xff\xd8\xff broken", WRONG),
-    ("/image", b"", WRONG),
-    ("/order", b"other", "not one of random, grid, block"),
+    ("/image", b"", WRONG), ("/order", b"other", "not one of random, grid, block"),
     ("/predict", b"no JSON", "Expecting value"),
     ("/predict", json.dumps(dict(mask=[True] * 64, image=URL)), "[0] of 64"),
     ("/predict", json.dumps(dict(mask=[False] * 9, image=URL)), "noise has shape")])

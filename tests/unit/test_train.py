@@ -674,17 +674,6 @@ def test_init_keeps_what_the_file_knows(pretrain):
     assert (other["norm_pix_loss"], other["decoder_dim"], other["mask_ratio"]) == (False, 64, 0.75)
 
 
-def test_init_with_other_channels(pretrain, monkeypatch, refused):
-    """One line says that weights do not fit. (For a class that adapts them, see HOWTO.md.)"""
-    pretrain("--epochs", "0")
-    images = torch.randint(256, (20, 4, 16, 16), dtype=torch.uint8)
-    torch.save({"train": images, "val": images}, "four.pt")
-    words = ["--method", "four", "--data", "four.pt", "--init", "runs/mae"]
-    monkeypatch.setitem(train.METHODS, "four", type("Four", (MAE,), dict(
-        mean=(*MAE.mean, 0.5), std=(*MAE.std, 0.5))))
-    refused(lambda x: pretrain(*x, name="four"), words, "the file has (16, 48), the model (16, 64)")
-
-
 # ------------------------------------------------------------------------------------- evaluation
 def test_validation_is_as_training(pretrain, tune, spy):
     """Validation also runs in mixed precision, but in eval mode. In training, each piece of --accum
