@@ -29,8 +29,8 @@ from mae import MAE
 from tests import evaluate
 from tests.lib.masks import copy_visible
 from tests.lib.pictures import save_picture
-from tests.unit.conftest import (DECODER, HERE, ROOT, TINY, ended, fork, parsed, same,
-                                 settings, together, write_pictures)
+from tests.unit.conftest import (DECODER, HERE, ROOT, TINY, ended, fork, parsed, same, settings,
+                                 together, write_pictures)
 from tests.unit.golden import load
 from tests.unit.test_methods import BASE, build, flags, images_and_noise
 from vit import denormalize, from_released, pair, patchify
