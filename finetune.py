@@ -256,7 +256,7 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=4096, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-# ours, chosen on micro; for images up to 64 pixels they replace parts of the above
+# ours, chosen on micro; for images below 128 pixels they replace parts of the above
 LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
 LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
 RECIPES = {  # for each mode: the recipe, and what replaces parts of it, see train.settle

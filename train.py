@@ -297,11 +297,11 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, width_power=0.5,
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
     constructor's arguments: sizes, own and fixed. `images` is the number of training images. Each
     setting comes from the last layer that has it, which `run.origin` names."""
-    if max(sizes["img_size"]) > 64 and sizes["dim"] > SIZES["micro"]["dim"]:
+    relative_width = sizes["dim"] / SIZES["micro"]["dim"]
+    if max(sizes["img_size"]) >= 128 and relative_width > 1:
         low_res = {}
-    if "lr" in low_res:                                    # which is for micro's width
-        width = sizes["dim"] / SIZES["micro"]["dim"]
-        low_res = {**low_res, "lr": low_res["lr"] / width ** width_power}
+    if "lr" in low_res:
+        low_res = {**low_res, "lr": low_res["lr"] / relative_width ** width_power}
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
     layers = {"default": own,              # arguments of the method
               "recipe": recipe,            # how to train
@@ -954,8 +954,8 @@ def new_parser(script, usage, words):
     """Return a parser, to which more flags are added once --method or --mode is known."""
     parser = argparse.ArgumentParser(
         script, f"python {script} {usage} [--flag X ...]", allow_abbrev=False, add_help=False,
-        description="Defaults are in parentheses. low_res: those for images of up to 64 pixels and "
-                    "for any encoder no wider than micro, for which they were chosen.")
+        description="Defaults are in parentheses. low_res: those for images below 128 pixels and "
+                    "for any encoder no wider than micro.")
     parser.set_defaults(**DEFAULTS, command=shlex.join(["python", script, *words]))
     return parser
 

@@ -410,7 +410,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("", 32, 1, dict(batch_size=1)),
     ("--size tiny --heads 4", 32, 50_000, dict(dim=192, depth=12, heads=4)),
     ("--size micro", 224, 50_000, dict(lr=2e-3, decoder_dim=64, warmup_epochs=1, batch_size=64)),
-    ("--size tiny", 64, 50_000, dict(lr=2e-3, decoder_dim=64, epochs=10)),
+    ("--size tiny", 127, 50_000, dict(lr=2e-3 / 3 ** 0.5, decoder_dim=64, epochs=10)),
     ("--size tiny", 224, 50_000, dict(lr=1.5e-4 * 4096 / 256, decoder_dim=512, epochs=800)),
     ("--method imae", 32, 50_000, dict(crop=1.0, flip=False)),         # as on CIFAR (Table 1)
     ("--lr 0.32 --decoder_dim 32", 32, 50_000, dict(lr=0.32, decoder_dim=32)),
@@ -423,10 +423,11 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--epochs 800", 32, 50_000, dict(warmup_epochs=1, eval_every=16)),
     ("--mode scratch", 224, 50_000, dict(lr=2e-3, randaug=0, layer_decay=1.0, batch_size=64)),
     ("--mode scratch --blr 0.1", 32, 639, dict(batch_size=32, lr=0.1 * 64 / 256 * 0.5 ** 0.25)),
-    ("--size tiny", 96, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.25)),
+    ("--size tiny", 160, 200, dict(batch_size=16, lr=1.5e-4 * 4096 / 256 * (16 / 4096) ** 0.25)),
     ("--mode scratch --size tiny", 32, 50_000, dict(lr=2e-3 / 3 ** 1.5)),          # thrice as wide
+    ("--mode scratch --dim 16", 32, 50_000, dict(lr=2e-3 * 4 ** 1.5)),             # a quarter
     ("--mode scratch --size tiny", 224, 50_000, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8)),
-    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear", 96, 10_000,
+    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear", 160, 10_000,
      dict(optimizer="sgd", batch_size=512, lr=0.1 * 512 / 256)),
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode finetune", 32, 50_000,
      dict(lr=2e-3, batch_size=64, layer_decay=0.9, crop=0.85, smoothing=0.1))])
@@ -456,7 +457,7 @@ def test_no_cliff_in_the_learning_rate(optimizer):
 
     def settled(images, batch_size=None):
         flags = argparse.Namespace(batch_size=batch_size)
-        return train.settle(flags, dict(img_size=(96, 96), dim=192), recipe, {}, images)
+        return train.settle(flags, dict(img_size=(160, 160), dim=192), recipe, {}, images)
     counts = [100, 159, 160, 1_000, 5_119, 5_120, 40_959, 40_960, 100_000, 1_281_167]
     sizes = [None, *(2 ** i for i in range(3, 14))]
     rates = {(n, b): settled(n, b).lr for n in counts for b in sizes}
