@@ -128,6 +128,13 @@ def test_a_method_needs_only_its_file_and_vit():
         assert imported & {"vit", *FIVE, "train", "finetune", "tests"} <= {"vit"} - {name}, name
 
 
+def test_requirements():
+    """torchvision 0.N belongs to torch 2.(N - 15)."""
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    torch_minor, vision_minor = re.search(r"torch>=2\.(\d+)\ntorchvision>=0\.(\d+)", text).groups()
+    assert int(vision_minor) == int(torch_minor) + 15
+
+
 def test_timm(tmp_path, monkeypatch):
     """REFERENCE.md's Python gives timm's ViT our weights."""
     pytest.importorskip("timm")
