@@ -87,11 +87,10 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
     cls, config = METHODS[flags.method], start["config"]
     own = cls.__init__.__kwdefaults__ or {}                # keyword-only arguments: {name: default}
     low_res = {name: cls.low_res_config[name] for name in own if name in cls.low_res_config}
-    low_res.update(cls.low_res_recipe)
     init = config if start["method"] == flags.method else {}
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
-    run = settle(flags, sizes, cls.recipe, low_res, images, cls.lr_scale, own=own, fixed=fixed,
-                 init=init, folder=folder)
+    run = settle(flags, sizes, cls.recipe, {**low_res, **cls.low_res_recipe}, images, cls.lr_scale,
+                 own=own, init=init, fixed=fixed, folder=folder)
     torch.manual_seed(run.seed)
     return run, cls(**run.config).to(here.device)
 
