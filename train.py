@@ -170,7 +170,7 @@ def train_step(net, optimizer, scaler, batch, seed, task):
         piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]    # a scalar: i-MAE's alpha
         # MINR's pixels are the same in all pieces and processes; drop path and mixing differ
         torch.manual_seed(seed if task.pieces_draw_alike else seed + here.rank * run.accum + i)
-        inputs = task.model_inputs(*piece)                 # a piece at a time: floats are large
+        inputs = task.model_inputs(*piece)                 # a piece at a time saves memory
         sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with here.autocast():
@@ -188,10 +188,10 @@ def train_step(net, optimizer, scaler, batch, seed, task):
 
 
 class Pretraining:
-    """What `fit` trains, like finetune.Finetuning. It calls parameter_groups once, draw_batch in
+    """What `fit` trains, like finetune.Finetuning: it calls parameter_groups once, draw_batch in
     each step, model_inputs for each of a step's --accum pieces, and evaluate after epochs."""
 
-    pieces_draw_alike = True                               # in the model (MINR's pixels)
+    pieces_draw_alike = True                               # in the model, e.g. MINR's pixels
 
     def __init__(self, run, here, model, data, val):
         self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
@@ -208,7 +208,7 @@ class Pretraining:
                 dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
 
     def draw_batch(self, images, labels):
-        """Return this process's part of a step: images, noise, for pairs also partners, alpha."""
+        """Return this process's part of a step: images, noise, any partners, any alpha."""
         run, here = self.run, self.here
         halves = images.chunk(2 if self.pairs else 1)      # with pairs, partners come last
         if self.data.in_memory:
@@ -294,8 +294,9 @@ def describe(task, steps):
 def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, width_power=0.5, own={}, init={},
            fixed={}, least_eval_every=1, **facts):
     """Return all settings of a run, in a record that nothing can change. `run.config` holds the
-    constructor's arguments: sizes, own and fixed. `images` is the number of training images. Each
-    setting comes from the last layer that has it, which `run.origin` names."""
+    constructor's arguments: sizes, own and fixed. Settings of the recipe and of the method (`own`)
+    come from the last layer that has them, which `run.origin` names. The low_res layer's lr is for
+    micro: for other encoders, it is divided by (width / 64) ** width_power."""
     relative_width = sizes["dim"] / SIZES["micro"]["dim"]
     if max(sizes["img_size"]) >= 128 and relative_width > 1:
         low_res = {}
@@ -323,10 +324,10 @@ def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, width_power=0.5,
 
 def derive(recipe, chosen, images, lr_scale, least_eval_every):
     """Return the settings that depend on others, except for those that flags have `chosen`:
-        batch_size: the recipe's or, if that exceeds a tenth of the images, a power of two up to it
-        lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1). But
-            between the recipe's batch and that for few images, lr follows the fourth root of the
-            batch; below and above, and with SGD, it is in proportion
+        batch_size: the recipe's or, if lower, the largest power of two up to a tenth of the images
+        lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) for the
+            recipe's batch and larger ones. For smaller ones, it falls with the batch's fourth root
+            down to the default batch, and below in proportion. With SGD, always in proportion
         warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
         eval_every: so that a run has fewer than 100 validations
     """
@@ -337,10 +338,10 @@ def derive(recipe, chosen, images, lr_scale, least_eval_every):
     lr = recipe.get("lr")
     if not lr or "blr" in chosen:
         batch = chosen.get("batch_size", default)
-        between = min(max(batch, default), full)
+        clamped = min(max(batch, default), full)
         lr = values["blr"] * full / 256                    # at the recipe's batch
-        lr *= (between / full) ** (1 if values["optimizer"] == "sgd" else 1 / 4)
-        lr *= batch / between                              # 1 if the batch is between them
+        lr *= (clamped / full) ** (1 if values["optimizer"] == "sgd" else 1 / 4)
+        lr *= batch / clamped                              # 1 from the default to the recipe's
     warmup_epochs = recipe["warmup_epochs"] * min(1, values["epochs"] / recipe["epochs"])
     derived = dict(batch_size=default, lr=lr * lr_scale, warmup_epochs=warmup_epochs,
                    eval_every=max(1, values["epochs"] // 50, least_eval_every))
@@ -362,8 +363,8 @@ def encoder_sizes(flags, img_size, saved):
 @torch.no_grad()
 def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
     """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, and
-    of the raw reconstruction, and columns {title: up to 8 images} for recon.png. Masks follow the
-    pattern `mask` and depend only on the image's index."""
+    of the raw reconstruction, all leak-free (see MAE.reconstruct), and columns {title: up to 8
+    images} for recon.png. Masks follow the pattern `mask` and depend only on the image's index."""
     if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
@@ -375,12 +376,12 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
         inputs, noise = normalize(images, model), noise.to(here.device)
         with here.autocast():
             decoded, masked = model.reconstruct(inputs, noise, mask_ratio, leak_free=True)
-            if columns is None:            # pictures may use each true patch's mean and variance
-                seen, _ = model.reconstruct(inputs[:8], noise[:8], mask_ratio)
+            if columns is None:            # pictures use the true patches' mean and variance
+                shown, _ = model.reconstruct(inputs[:8], noise[:8], mask_ratio)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(masked.float())                  # (b, 1, H, W)
-        copied = torch.where(is_masked > 0, decoded, truth)
-        image_error = (copied - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
+        completed = torch.where(is_masked > 0, decoded, truth)
+        image_error = (completed - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
         decoded_error = (decoded - truth).square().mean((1, 2, 3))     # (b,)
         errors = {"psnr_masked": image_error / is_masked.mean((1, 2, 3)),
                   "psnr_image": image_error, "psnr_decoded": decoded_error}
@@ -388,9 +389,9 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
         n += len(images)
         if columns is None:
-            truth, is_masked, seen = truth[:8], is_masked[:8] > 0, denormalize(seen, model)
+            truth, is_masked, shown = truth[:8], is_masked[:8] > 0, denormalize(shown, model)
             columns = {"original": truth, "masked": torch.where(is_masked, 0.5, truth),
-                       "decoded": seen, "completed": torch.where(is_masked, seen, truth)}
+                       "decoded": shown, "completed": torch.where(is_masked, shown, truth)}
     return here.mean_over_processes(sums, n), columns
 
 
@@ -441,13 +442,13 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
     first, last = datasets[0], datasets[-1]
     require(first.classes == last.classes, f"--data {name}: classes differ between train and val, "
             f"e.g. {sorted({*first.classes} ^ {*last.classes})[:5]}")
-    img_size, small = choose_size(first, img_size)
+    img_size, uncropped = choose_size(first, img_size)
     if train_images:                                       # before files are read into memory
         first.select(random_order(len(first.labels))[:train_images])
     for i, data in enumerate(datasets):
         if not data.in_memory:
             data.transform = partial(center_crop, img_size=img_size)
-            if small and 3 * len(data.labels) * math.prod(img_size) <= MEMORY:
+            if uncropped and 3 * len(data.labels) * math.prod(img_size) <= MEMORY:
                 keys = keys_of(torch.arange(len(data.labels))).split(CHUNK)
                 loaded = here.progress(load_images(data, keys, here), "reading", total=len(keys))
                 images, labels = map(torch.cat, zip(*loaded))
@@ -535,10 +536,10 @@ def list_photos(root, parts):
 
 
 def choose_size(data, img_size):
-    """Return the image size (H, W), by default the images', and whether images can be read once: of
-    50 files, all are below 224 pixels and, rounded down, at most the image size, whose aspect ratio
-    they have. For files, the default is the largest height and width of 50, rounded down to a
-    multiple of 16 (of 8 below 128 pixels) or, if one reaches 224, (224, 224)."""
+    """Return the image size (H, W), by default the images', and whether files need no crop: of 50,
+    all are below 224 pixels, have the image size's aspect ratio and, rounded down, are not larger.
+    For files, the default is the largest height and width of 50, rounded down to a multiple of 16
+    (of 8 below 128 pixels) or, if one reaches 224, (224, 224)."""
     if data.in_memory:
         return img_size or tuple(data.images.shape[2:]), True
     shapes = []
@@ -551,8 +552,8 @@ def choose_size(data, img_size):
     if max(H, W) < 224:
         default = tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in (H, W))
     size = img_size or default
-    small = max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
-    return size, small and all(h * size[1] == w * size[0] for h, w in shapes)
+    fits = max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
+    return size, fits and all(h * size[1] == w * size[0] for h, w in shapes)
 
 
 def keys_of(ids, seed=0):
@@ -624,7 +625,7 @@ def crop_transform(img_size, run, *augmentations):
 
 def center_crop(image, img_size, fraction=None):
     """Crop the centre of an image (C,h,w) in img_size's aspect ratio, and resize it. `fraction` of
-    the sides is kept: by default 1 or, from 224 to at most 224 pixels, 7/8 as in MAE's release."""
+    the sides is kept: by default 7/8 from >= 224 to <= 224 pixels (MAE's release), or 1."""
     (h, w), (H, W) = image.shape[1:], img_size
     fraction = fraction or (7 / 8 if max(h, w) >= 224 >= max(img_size) else 1)
     scale = fraction * min(h / H, w / W)
@@ -925,9 +926,9 @@ RUN = {
 RECIPE = {
     "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (tuple(OPTIMIZERS), "which optimizer to use"),
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, or as the fourth root of "
-           "a batch between the default and the recipe's; low_res: for width 64"),
-    "blr": (not_negative, "learning rate for a batch of 256"),
+    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, or more for few images "
+           "(see derive in train.py); low_res: for width 64, and for any batch"),
+    "blr": (not_negative, "learning rate per 256 images of the recipe's batch, see lr"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (word_or_numbers, "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),

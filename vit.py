@@ -108,7 +108,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
     and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
     one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less if
-    clipped at its border. If 16 of them are too few (at ratio 0.9, in 15% of images), random
+    clipped at its border. If 16 of them are too few (at ratio 0.9, in 14% of images), random
     patches follow. MAE's, from BEiT, lie inside the image and have at least 16 patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
