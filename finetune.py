@@ -332,7 +332,7 @@ def evaluate_checkpoint(flags):
     classes = content.get("classes", val.classes)          # in order; a released file has no names
     require(val.classes == classes and len(classes) == config["classes"],
             f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
-            f"{', '.join(val.classes[:5])} ...")
+            f"{', '.join(val.classes[:5]) or 'it has no val/CLASS/'} ...")
     model = Classifier(**config).to(here.device)
     model.load_state_dict(state)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)

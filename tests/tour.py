@@ -454,7 +454,7 @@ def strip_of(model, inputs, calls):
                            model.unmix(image, *more, noise)[0]))
     elif more:
         shown["its second view"] = more[0]
-    if len(more) < 2 and hasattr(model, "reconstruct"):
+    if len(more) < 2 and getattr(model, "reconstruct", None):
         decoded = {"": model.reconstruct(image, noise)[0]}
     _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
     shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)

@@ -65,6 +65,7 @@ def test_howto(desk, monkeypatch, capsys, piece):
     few_shapes(monkeypatch)
     shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("METHODS", "PRETRAINING", "IMG_EXTENSIONS", "read_image", "mask_noise"):
         value = getattr(train, name)                       # what a piece replaces comes back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
