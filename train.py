@@ -497,7 +497,7 @@ def open_tensors(file, parts):
             found.append((images, labels, [str(name) for name in classes]))
     except Exception as error:                             # a wrong file can raise anything
         raise InputError(f"--data {file} must be a dict of tensors with {' and '.join(parts)}: see "
-                         f"tests/docs/FORKS.md") from error
+                         f"tests/docs/HOWTO.md") from error
     for images, labels, classes in found:
         what = f"{images.dtype} {tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}"
         require(images.ndim == 4 and images.dtype is torch.uint8 and len(images) > 0
@@ -898,15 +898,15 @@ fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks d
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (path, "shapes, cifar10, cifar100, a folder or a .pt file; default: as pretrained"),
+    "data": (path, "shapes, cifar10, cifar100, folder, .pt file; default: --checkpoint's or shapes"),
     "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
-    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed for weights, crops, masks and image order"),
+    "seed": (in_range(int, 0, 2 ** 63 - 1), "seed for weights, crops, masks, order and --labels"),
     "train_images": (count, "train on only X images; default: all"),
-    "img_size": (size_in_pixels, "side or height,width; default: that of checkpoint or images"),
+    "img_size": (size_in_pixels, "side or height,width; default: the checkpoint's or the images'"),
     "patch_size": (size_in_pixels, "default: the checkpoint's, 16 or, below 128 pixels, side / 8"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),

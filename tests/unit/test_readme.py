@@ -40,6 +40,7 @@ def desk(tmp_path_factory):
         shutil.copy("photos/a/0.png", "photo.jpg")
         files = sorted(Path("photos").rglob("*.png"))
         Path("labels.csv").write_text("".join(f"{file},{file.parent.name}\n" for file in files))
+        Path("numbers.csv").write_text("".join(f"{x},{i}\n" for i, x in enumerate(files)))
         Path("arrays").mkdir()
         images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), "uint8")
         for i, image in enumerate(images):
@@ -69,7 +70,8 @@ def test_howto(desk, monkeypatch, capsys, piece):
     for name in ("METHODS", "PRETRAINING", "IMG_EXTENSIONS", "read_image", "mask_noise"):
         value = getattr(train, name)                       # what a piece replaces comes back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
-    monkeypatch.setattr(train.Pretraining, "model_inputs", train.Pretraining.model_inputs)
+    for name in ("model_inputs", "evaluate"):
+        monkeypatch.setattr(train.Pretraining, name, getattr(train.Pretraining, name))
     monkeypatch.setattr(finetune.Classifier, "forward", finetune.Classifier.forward)
     monkeypatch.setattr(finetune, "prepare", finetune.prepare)
     for module in (train, finetune):
