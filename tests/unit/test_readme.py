@@ -37,7 +37,8 @@ def desk(tmp_path_factory):
         write_pictures(Path("photos"), "ab", 20, side=32)
         for part, n in (("train", 9), ("val", 3)):
             write_pictures(Path("LABELS", part), "abc", n, side=32)
-        shutil.copy("photos/a/0.png", "photo.jpg")
+        for copy in ("photo.jpg", "mask.png"):
+            shutil.copy("photos/a/0.png", copy)
         files = sorted(Path("photos").rglob("*.png"))
         Path("labels.csv").write_text("".join(f"{file},{file.parent.name}\n" for file in files))
         Path("numbers.csv").write_text("".join(f"{x},{i}\n" for i, x in enumerate(files)))
