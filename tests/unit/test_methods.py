@@ -154,7 +154,11 @@ def needs_a_mask_from_noise(model, images, noise):
     """Skip the test if the model chooses its mask from the images, in reconstruct or in forward. If
     it does not, but noise does not decide the mask either, fail."""
     mask, used = model.encoder.mask, []
-    model.encoder.mask = lambda *inputs: used.append(mask(*inputs)) or used[-1]
+
+    def recorded(*inputs):
+        used.append(mask(*inputs))
+        return used[-1]
+    model.encoder.mask = recorded
     detail = images * model.encoder.pixels_of(noise.flip(0))
     for name in ("reconstruct", "forward"):
         masks = []
