@@ -286,7 +286,8 @@ def describe(task, steps):
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
-        names = [name for name in run.origin if run.origin[name] == source]
+        names = [name for name in run.origin if run.origin[name] == source
+                 and (name != "blr" or run.origin["lr"] == "derived")]         # otherwise unused
         print(f"{source:8}" + ", ".join(f"{name} {getattr(run, name)}" for name in names))
 
 
@@ -355,8 +356,7 @@ def encoder_sizes(flags, img_size, saved):
     patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
     defaults = dict(patch_size=patch_size, in_chans=3, **SIZES["micro"])
     config = {**defaults, **saved, **SIZES.get(flags.size, {})}
-    given = {name: getattr(flags, name, None) for name in defaults}
-    return {"img_size": img_size, **{name: given[name] or config[name] for name in defaults}}
+    return {"img_size": img_size, **{x: getattr(flags, x, None) or config[x] for x in defaults}}
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -898,7 +898,7 @@ fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks d
 
 # flags, {name: (type or choices, help)}
 DATA = {
-    "data": (path, "shapes, cifar10, cifar100, folder, .pt file; default: --checkpoint's or shapes"),
+    "data": (path, "shapes, cifar10, cifar100, folder, .pt file; default: checkpoint's or shapes"),
     "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
     "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),

@@ -480,7 +480,10 @@ def test_where_settings_come_from(pretrain, capsys, monkeypatch):
     assert said["low_res"] == "norm_pix_loss False"        # all else is in conftest's flags
     assert said["flags"].startswith("mask_ratio 0.5, decoder_dim 16, ")
     assert said["derived"] == f"lr {0.1 * 64 / 256 * (8 / 64) ** 0.25}"
-    assert "blr" not in said["recipe"] and said["recipe"].endswith("min_lr 1e-06")
+    assert "blr 0.1" in said["flags"] and said["recipe"].endswith("min_lr 1e-06")
+    pretrain("--epochs", "0", "--overwrite")               # lr is fixed, so blr is unused
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert ", lr " in said["low_res"] and "blr" not in said["recipe"]
 
 
 @pytest.mark.parametrize("main, words", [
