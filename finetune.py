@@ -6,7 +6,7 @@ opens the data, builds a Classifier and hands both to train.fit. train.py handle
 
 The recipes are MAE's (He et al., CVPR 2022): Table 9 for fine-tuning, Table 10 for the linear
 probe. CrossMAE Table 11 and HyperMAE Table 13 are like Table 9. Erasing and flips are from the
-released code. At the end stands where they and this file differ. For i-MAE, see docs/FLAGS.md.
+released code. The end of this file lists how ours differ. For i-MAE, see tests/docs/FLAGS.md.
 """
 
 import torch
