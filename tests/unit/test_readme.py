@@ -139,6 +139,14 @@ def test_requirements():
     assert int(vision_minor) == int(torch_minor) + 15
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks(page):
+    """A code block begins and ends on lines of its own, in pairs."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *```\w*$", text, re.MULTILINE)
+    assert len(fences) == text.count("```") and len(fences) % 2 == 0
+
+
 def test_timm(tmp_path, monkeypatch):
     """REFERENCE.md's Python gives timm's ViT our weights."""
     pytest.importorskip("timm")
