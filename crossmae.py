@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, MLP, Attention, ViT, gather_patches, init_weights,
-                 normalize_patches, patchify, require, sincos_pos_embed)
+from vit import (MLP, Attention, Method, ViT, gather_patches, init_weights, normalize_patches,
+                 patchify, require, sincos_pos_embed)
 
 
 class CrossAttention(nn.Module):
@@ -71,7 +71,7 @@ class CrossBlock(nn.Module):
         return x + self.mlp(self.norm2(x))                             # (B, P, E)
 
 
-class CrossMAE(nn.Module):
+class CrossMAE(Method):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
     features. Defaults follow the paper: ViT-B/16 (Table 3), 12 decoder blocks and ratios of 0.75
     (Sec. 4.1, 4.2, A.6), and normalised targets (item 6).
@@ -101,8 +101,6 @@ class CrossMAE(nn.Module):
     # CIFAR-10, micro, 3 seeds: masked pixels 18.24 dB, 20-NN 45.2%
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=4, decoder_heads=2)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
-    pairs = None                                           # see mae.py
 
     @staticmethod
     def lr_scale(mask_ratio, prediction_ratio, **_):

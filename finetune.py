@@ -17,21 +17,23 @@ from torchvision.transforms import v2
 
 import train
 from train import count, fraction, in_range, not_negative, path
-from vit import IMAGENET_MEAN, IMAGENET_STD, ViT, count_extra_tokens, normalize, require
+from vit import IMAGENET_MEAN, IMAGENET_STD, Method, ViT, count_extra_tokens, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
-def finetune(flags):
-    """Run --mode finetune, scratch or linear, and return the last row of the log."""
+def finetune(flags, cls):
+    """Run --mode finetune, scratch or linear on a `cls`, a Classifier or a subclass. Returns the
+    last row of the log."""
     here = train.start_processes(flags)
     with train.open_run(flags, here, run_name(flags)) as folder:
-        return train.fit(Finetuning(*prepare(flags, here, folder)))
+        run, model, data, val = prepare(flags, here, cls, folder)
+        return train.fit(run, here, model, data, val, augmentation(run, here, model, data))
 
 
-def nearest_neighbours(flags):
+def nearest_neighbours(flags, cls):
     """Run --mode knn: print and return the accuracies."""
     here = train.start_processes(flags)
-    run, _, model, data, val = prepare(flags, here)
+    run, model, data, val = prepare(flags, here, cls)
     score = knn(model.eval(), data, run.k, here)
     row = evaluate(score, val, here, model.encoder.img_size, run.eval_images)
     text = as_text(row, val, run.data, run.eval_images)
@@ -39,9 +41,9 @@ def nearest_neighbours(flags):
     return row
 
 
-def prepare(flags, here, folder=None):
-    """Open the checkpoint and the data, settle the run, and build a Classifier. Returns what a
-    Finetuning gets: the settings, the process, the model and both data sets."""
+def prepare(flags, here, cls, folder=None):
+    """Open the checkpoint and the data, settle the run, and build a `cls`. Returns the settings,
+    the model and both data sets."""
     start = train.NO_CHECKPOINT
     if flags.checkpoint:
         start = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
@@ -50,29 +52,29 @@ def prepare(flags, here, folder=None):
     data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
     require(len(data.classes) > 1, f"--data {name} needs at least two classes, each with a folder "
                                    f"in train/ and in val/")
-    keep_labels(data, flags.labels, flags.seed)
+    data = keep_labels(data, flags.labels, flags.seed)
     sizes = train.encoder_sizes(flags, img_size, start["config"])
     recipe, low_res = RECIPES.get(flags.mode, ({}, {}))
     probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(start["model"])
-    cls = train.METHODS.get(start.get("method"))           # a fork's class may set pool
-    pool = start["config"].get("pool") or getattr(cls, "pool", None)
-    own = {"pool": pool or default_pool(extra_tokens, sizes["dim"]),
-           "norm": probe and "encoder.norm.weight" in start["model"],
-           "drop_path": 0.0, "smoothing": 0.0}
+    method = train.METHODS.get(start["method"])            # a fork's class may set pool
+    own, _ = train.arguments_of(cls)
+    own["pool"] = (start["config"].get("pool") or getattr(method, "pool", None)
+                   or default_pool(extra_tokens, sizes["dim"]))
     run = train.settle(
         flags, sizes, recipe, low_res, len(data.labels), own=own,
         width_power=1.5 if flags.mode == "scratch" else 0.0,           # tests/docs/RECIPE.md
         # with few labels, validate less often
         least_eval_every=round(len(val.labels[:flags.eval_images]) / len(data.labels)),
         fixed=dict(classes=len(data.classes), probe=probe, extra_tokens=extra_tokens,
+                   norm=probe and "encoder.norm.weight" in start["model"],
                    mean=start["mean"], std=start["std"]), data=name, folder=folder)
     torch.manual_seed(run.seed)
-    model = Classifier(**run.config).to(here.device)
+    model = cls(**run.config).to(here.device)
     if flags.mode == "knn":
         model.head = None                                  # only the encoder is used
     if flags.mode != "scratch":
         train.initialize(model, start)
-    return run, here, model, data, val
+    return run, model, data, val
 
 
 def run_name(flags):
@@ -85,55 +87,18 @@ def run_name(flags):
     return "_".join(words)
 
 
-class Finetuning:
-    """Fine-tuning, training from scratch and linear probing: see train.Pretraining. RandAugment and
-    erasing take one image at a time. With either, workers crop and augment the images (with
-    `transform`), and images in memory move to the CPU."""
-
-    pieces_draw_alike, pairs = False, None                 # drop path and mixing: see train_step
-
-    def __init__(self, run, here, model, data, val):
-        self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
-        require(not run.randaug or model.encoder.in_chans in (1, 3), f"RandAugment needs 1 or 3 "
-                f"channels, and the images have {model.encoder.in_chans}: pass --randaug 0")
-        require(not model.probe or run.batch_size > here.world * run.accum, f"--batch_size "
-                f"{run.batch_size}: a probe's BatchNorm needs two images in each process and piece")
-        extra = [v2.RandAugment(2, run.randaug)] if run.randaug else []  # two per image; item 1
-        if run.erasing:                                    # item 2
-            extra += [v2.RandomErasing(run.erasing, value=[255 * m for m in model.mean])]
-        if extra or not data.in_memory:
-            data.transform = train.crop_transform(model.encoder.img_size, run, *extra)
-            if data.in_memory:
-                data.images = data.images.cpu()
-        self.mixers = [kind(alpha=alpha, num_classes=len(data.classes)) for kind, alpha in
-                       ((v2.MixUp, run.mixup), (v2.CutMix, run.cutmix)) if alpha]
-
-    def parameter_groups(self):
-        """Return the parameter groups of the optimizer, each a dict."""
-        return layer_decay_groups(self.model, self.run.weight_decay, self.run.layer_decay)
-
-    def draw_batch(self, images, labels):
-        """Return a step's batch: images, cropped with numbers drawn for the whole batch, labels."""
-        if not self.data.transform:
-            images = train.crop_batch(images, self.model.encoder.img_size, self.run, self.here)
-        return [images, labels]
-
-    def model_inputs(self, images, labels):
-        """Return the model's arguments for a piece of the batch: normalised images and targets.
-        Each piece and process draws its own mixture, as in the release."""
-        images = normalize(images, self.model)
-        if self.run.mix_ratio:                             # i-MAE Table 4, item 7
-            labels = F.one_hot(labels, self.run.config["classes"]).float()
-            return [torch.lerp(x.roll(1, 0), x, self.run.mix_ratio) for x in (images, labels)]
-        return v2.RandomChoice(self.mixers)(images, labels) if self.mixers else (images, labels)
-
-    def evaluate(self):
-        """Return the accuracies, and None for no picture."""
-        if self.here.world > 1:
-            for buffer in self.model.buffers():            # BatchNorm: all use rank 0's statistics
-                dist.broadcast(buffer, 0)
-        size = self.model.encoder.img_size
-        return evaluate(self.model.classify, self.val, self.here, size, self.run.eval_images), None
+def augmentation(run, here, model, data):
+    """Return the transform of training images, or None if train.fit can crop whole batches.
+    RandAugment and erasing take one image at a time, and files are read by workers."""
+    require(not run.randaug or model.encoder.in_chans in (1, 3), f"RandAugment needs 1 or 3 "
+            f"channels, and the images have {model.encoder.in_chans}: pass --randaug 0")
+    require(not model.probe or run.batch_size > here.world * run.accum, f"--batch_size "
+            f"{run.batch_size}: a probe's BatchNorm needs two images in each process and piece")
+    extra = [v2.RandAugment(2, run.randaug)] if run.randaug else []    # two per image; item 1
+    if run.erasing:                                        # item 2
+        extra += [v2.RandomErasing(run.erasing, value=[255 * m for m in model.mean])]
+    if extra or not data.in_memory:
+        return train.crop_transform(model.encoder.img_size, run, *extra)
 
 
 def layer_decay_groups(model, weight_decay, layer_decay):
@@ -159,41 +124,47 @@ def layer_decay_groups(model, weight_decay, layer_decay):
     return [*groups.values()]
 
 
-def keep_labels(dataset, fraction, seed):
-    """Keep only a fraction of each class's images, at least one per class, chosen by the seed."""
+def keep_labels(data, fraction, seed):
+    """Return a data set with only a fraction of each class's images, at least one per class, chosen
+    by the seed."""
     g, chosen = torch.Generator().manual_seed(seed), []
-    for c in range(len(dataset.classes)):
-        ids = (dataset.labels == c).nonzero().flatten()
+    for c in range(len(data.classes)):
+        ids = (data.labels == c).nonzero().flatten()
         order = ids[torch.randperm(len(ids), generator=g)]
         chosen.append(order[:max(1, round(fraction * len(ids)))])
-    dataset.select(torch.cat(chosen))
+    return data.select(torch.cat(chosen))
 
 
 # -------------------------------------------------------------------------- the model, the recipes
-class Classifier(nn.Module):
+class Classifier(Method):
     """A ViT with a classification head. In training, call `loss, metrics = model(images, targets)`.
 
     Args:
         img_size, patch_size, in_chans, dim, depth, heads: encoder arguments, see vit.ViT
         extra_tokens: number of extra tokens after the patches (MINR's weight tokens)
         classes: number of classes
-        pool: which features the head gets. "mean": mean of the patch tokens. "token": the class
-            token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
-            without extra tokens, all patch tokens
         probe: train only a linear layer, after a BatchNorm without affine parameters (MAE A.1)
         norm: whether a probe's encoder has a final norm. In fine-tuning, the encoder has
             one only if pool is "token" (CrossMAE A.6); otherwise a norm after pooling, fc_norm,
             replaces it (MAE's release)
-        drop_path, smoothing: drop path rate of the last block, label smoothing
         mean, std: the input is (image / 255 - mean) / std
+        pool: which features the head gets. "mean": mean of the patch tokens. "token": the class
+            token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
+            without extra tokens, all patch tokens
+        drop_path, smoothing: drop path rate of the last block, label smoothing
+        mixup, cutmix: alpha of MixUp and CutMix, of which each piece of a batch draws one; 0: off
+        mix_ratio: weight of an image that is mixed with another one, without MixUp; 0: off
     """
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
-                 extra_tokens=0, classes=1000, pool="mean", probe=False, norm=False, drop_path=0.0,
-                 smoothing=0.0, mean=IMAGENET_MEAN, std=IMAGENET_STD):
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
+                 extra_tokens=0, classes=1000, probe=False, norm=False, mean=IMAGENET_MEAN,
+                 std=IMAGENET_STD, *, pool="mean", drop_path=0.0, smoothing=0.0, mixup=0.0,
+                 cutmix=0.0, mix_ratio=0.0):
         super().__init__()
-        self.pool, self.probe, self.smoothing = pool, probe, smoothing
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.classes, self.pool, self.probe, self.smoothing = classes, pool, probe, smoothing
+        self.mean, self.std, self.mix_ratio = tuple(mean), tuple(std), mix_ratio
+        self.mixers = [kind(alpha=alpha, num_classes=classes) for kind, alpha in
+                       ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha]
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
@@ -232,6 +203,30 @@ class Classifier(nn.Module):
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
         return self.eval().logits(normalize(images, self))
+
+    def parameter_groups(self, run):
+        """Return the parameter groups of the optimizer, each a dict."""
+        return layer_decay_groups(self, run.weight_decay, run.layer_decay)
+
+    def draw_batch(self, crops, labels, noise):
+        """Return a step's images and labels."""
+        return [crops[0], labels]
+
+    def model_inputs(self, images, labels):
+        """Return normalised images and targets for a piece of the batch. Each piece and process
+        draws its own mixture, as in the release."""
+        images = normalize(images, self)
+        if self.mix_ratio:                                 # i-MAE Table 4, item 7
+            labels = F.one_hot(labels, self.classes).float()
+            return [torch.lerp(x.roll(1, 0), x, self.mix_ratio) for x in (images, labels)]
+        return v2.RandomChoice(self.mixers)(images, labels) if self.mixers else (images, labels)
+
+    def scores(self, data, val, here, run):
+        """Return the accuracies on validation images."""
+        if here.world > 1:
+            for buffer in self.buffers():                  # BatchNorm: all use rank 0's statistics
+                dist.broadcast(buffer, 0)
+        return evaluate(self.classify, val, here, self.encoder.img_size, run.eval_images)
 
     def forward(self, images, targets):
         """Return the cross-entropy and {"loss": the detached loss} for normalised images (B,C,H,W)
@@ -317,7 +312,7 @@ def knn(model, data, k, here, temperature=0.07):
     return score
 
 
-def evaluate_checkpoint(flags):
+def evaluate_checkpoint(flags, cls):
     """Run --mode eval: print and return the accuracies of a checkpoint with a head."""
     here = train.start_processes(flags)
     content = train.read_checkpoint(flags.checkpoint, flags.heads)
@@ -333,7 +328,7 @@ def evaluate_checkpoint(flags):
     require(val.classes == classes and len(classes) == config["classes"],
             f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
             f"{', '.join(val.classes[:5]) or 'it has no val/CLASS/'} ...")
-    model = Classifier(**config).to(here.device)
+    model = cls(**config).to(here.device)
     model.load_state_dict(state)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))
@@ -358,9 +353,10 @@ ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 
 
-def main(argv=None):
-    """Run `python finetune.py` with the arguments `argv`, as train.main. Returns the last row of
-    log.jsonl. The modes knn and eval write no files, and return the accuracies."""
+def main(argv=None, classifier=Classifier):
+    """Run `python finetune.py` with the arguments `argv`, like train.main, on a Classifier or a
+    subclass, whose own arguments become flags. Returns the last row of log.jsonl. The modes knn
+    and eval write no files, and return the accuracies."""
     words = train.words_of(argv)
     modes = (*RECIPES, "knn", "eval")
     parser = train.new_parser("finetune.py", f"--checkpoint FILE --mode {'|'.join(modes)}", words)
@@ -377,7 +373,7 @@ def main(argv=None):
     train.add_flags(parser, "data and device", train.DATA)
     if mode == "eval":
         train.add_flags(parser, "encoder", {"heads": train.ENCODER["heads"]})
-        return evaluate_checkpoint(parser.parse_args(words))
+        return evaluate_checkpoint(parser.parse_args(words), classifier)
     train.add_flags(parser, "training images and encoder", train.ENCODER)
     train.add_flags(parser, "features", FEATURES)
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
@@ -389,8 +385,12 @@ def main(argv=None):
         recipe, low_res = RECIPES[mode]
         flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
         train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, low_res)
+    own, flags = train.arguments_of(classifier)
+    known, _ = train.arguments_of(Classifier)              # these have flags already
+    flags = {name: flags[name] for name in flags if name not in known}
+    train.add_flags(parser, f"arguments of {classifier.__name__}", flags, own)
     run = nearest_neighbours if mode == "knn" else finetune
-    return run(parser.parse_args(words))
+    return run(parser.parse_args(words), classifier)
 
 
 # Paper and release: where they or torchvision differ, and what we do

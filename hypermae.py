@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, gather_patches, init_weights,
-                 normalize_patches, patchify, require)
+from vit import (Block, Method, ViT, gather_patches, init_weights, normalize_patches, patchify,
+                 require)
 
 
 def grid_coords(size, device=None):
@@ -45,7 +45,7 @@ def fourier_features(coords, dim, sigma):
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
 
 
-class HyperMAE(nn.Module):
+class HyperMAE(Method):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
     features. Defaults follow the paper (Table 3, Sec. 5.3), but targets are normalised (item 6).
 
@@ -75,8 +75,6 @@ class HyperMAE(nn.Module):
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(  # lower frequencies, as a grid of 8 x 8 patches is coarser (item 5)
         norm_pix_loss=False, feat2w_depth=2, hidden_dim=128, pe_dim=32, pe_sigma=8.0)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, None                            # see mae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, n_weight_tokens=16, feat2w_depth=4,

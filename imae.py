@@ -20,11 +20,11 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, gather_patches, init_weights,
-                 normalize_patches, pair, patchify, require, sincos_pos_embed)
+from vit import (Block, Method, ViT, gather_patches, init_weights, normalize_patches, pair,
+                 patchify, require, sincos_pos_embed)
 
 
-class IMAE(nn.Module):
+class IMAE(Method):
     """`loss, metrics = model(images)`; `unmix` separates mixtures; `reconstruct` predicts all
     patches; `encoder` returns features. Defaults: ViT-B, MAE's decoder and plain targets (item 8).
 
@@ -51,8 +51,7 @@ class IMAE(nn.Module):
     # CIFAR-10, micro, 3 seeds, with a teacher: masked pixels 17.86 dB, 20-NN 43.9%
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1, crop=1.0, flip=False)
     low_res_config = dict(decoder_dim=64, decoder_depth=2, decoder_heads=2)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
-    lr_scale, pairs = 1.0, "images"                        # train.py draws partners, item 7
+    crops = 2                                              # of an image and of its partner
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12,
                  teacher=None, *, mask_ratio=0.75, norm_pix_loss=False, decoder_dim=512,
@@ -184,6 +183,15 @@ class IMAE(nn.Module):
                                                       self.norm_pix_loss, leak_free))
         return decoded, mask
 
+    def draw_images(self, order, labels, run, generator):
+        """Return an epoch's images and their partners from the whole data set (item 7)."""
+        check_same_class(labels, run.same_class)
+        return [order, draw_partners(order, labels, run.same_class, generator)]
+
+    def draw_batch(self, crops, labels, noise):
+        """Return forward's arguments: images, noise, partners and one alpha for the whole batch."""
+        return [*super().draw_batch(crops, labels, noise), self.draw_alpha(noise.device)]
+
     def draw_alpha(self, device):
         """Return the weight of `images`, a 0-dim tensor: one for the whole batch, as in Algorithm
         1. It is self.alpha if set, otherwise a draw from Beta(beta, beta)."""
@@ -204,7 +212,7 @@ class IMAE(nn.Module):
         return state
 
 
-# ------------------------------------------------------------------- what train.py needs for pairs
+# ------------------------------------------------------------------------------ pairs and teachers
 def draw_partners(indices, labels, same_class, generator):
     """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
     the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
@@ -235,15 +243,13 @@ def draw_partners(indices, labels, same_class, generator):
     return by_class[torch.where(same, mate, other)]        # if all get mates: images (2 3 0 1)
 
 
-def check_same_class(labels, classes, same_class):
+def check_same_class(labels, same_class):
     """Raise InputError if images with labels (N,) do not allow this same_class (see draw_partners).
-    `classes` are the class names, empty if the images have no labels."""
-    if same_class is None:
-        return
+    """
     sizes = labels.unique(return_counts=True)[1]           # size of each class
-    has_mates = same_class == 0 or sizes.min() >= 2
-    has_others = same_class == 1 or len(sizes) >= 2
-    require(classes and has_mates and has_others,
+    has_mates = same_class in (None, 0) or sizes.min() >= 2
+    has_others = same_class in (None, 1) or len(sizes) >= 2
+    require(same_class is None or labels.min() >= 0 and has_mates and has_others,
             f"--same_class {same_class} needs class folders: at least two images in each, if it "
             f"is above 0, and at least two folders, if it is below 1")
 

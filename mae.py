@@ -17,11 +17,11 @@ Release: https://github.com/facebookresearch/mae. "Item 3" refers to the list at
 import torch
 from torch import nn
 
-from vit import (IMAGENET_MEAN, IMAGENET_STD, Block, ViT, gather_patches, init_weights,
-                 normalize_patches, patchify, sincos_pos_embed)
+from vit import (Block, Method, ViT, gather_patches, init_weights, normalize_patches, patchify,
+                 sincos_pos_embed)
 
 
-class MAE(nn.Module):
+class MAE(Method):
     """`loss, metrics = model(images)`; `reconstruct` predicts all patches; `encoder` returns
     features. Defaults are ViT-B and normalised pixels (the paper's ablations: ViT-L, plain pixels).
 
@@ -42,8 +42,6 @@ class MAE(nn.Module):
     # Plain targets can be viewed. CIFAR-10, micro, 3 seeds: masked pixels 18.15 dB, 20-NN 43.0%
     low_res_recipe = dict(lr=2e-3, batch_size=64, epochs=10, warmup_epochs=1)
     low_res_config = dict(norm_pix_loss=False, decoder_dim=64, decoder_depth=2, decoder_heads=2)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD                # input: (image / 255 - mean) / std
-    lr_scale, pairs = 1.0, None    # lr_scale multiplies the learning rate; for pairs see imae.py
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
                  mask_ratio=0.75, norm_pix_loss=True, decoder_dim=512, decoder_depth=8,

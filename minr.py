@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import ViT, pair, require
+from vit import Method, ViT, pair, require
 
 
 def grid_coords(size, device=None):
@@ -49,7 +49,7 @@ def fourier_features(coords, dim, sigma):
     return torch.cat([phase.cos(), phase.sin()], dim=-1)               # (..., 2 dim)
 
 
-class MINR(nn.Module):
+class MINR(Method):
     """`loss, metrics = model(images)`; `reconstruct` renders masked images at their own size,
     `render` at any size; `encoder` returns features. Images are in [0, 1]. Defaults follow the
     summary of the paper (below: "paper"), e.g. a grid of 14 x 14 patches (item 1). Where the
@@ -91,7 +91,7 @@ class MINR(nn.Module):
     low_res_config = dict(  # 32 pixels can hold at most 16 periods
         hidden_dim=64, groups=16, ff_dim=32, ff_sigma=16.0, pixel_fraction=0.25)
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    lr_scale, pairs = 1.0, None                            # see mae.py
+    draws_alike = True                                     # the pixels of sample_pixels
 
     def __init__(self, img_size=182, patch_size=13, in_chans=3, dim=768, depth=6, heads=12, *,
                  mask_ratio=0.75, hypernetwork="ginr", modulated_layers: tuple = None, mlp_depth=5,

@@ -15,6 +15,7 @@ A method is a class like those in METHODS. tests/docs/FORKS.md lists what it mus
 """
 
 import argparse
+import ast
 import inspect
 import json
 import math
@@ -29,8 +30,9 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import tee
+from itertools import islice
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -46,11 +48,11 @@ from tqdm import tqdm
 
 from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
-from imae import IMAE, check_same_class, draw_partners, teacher_state
+from imae import IMAE, teacher_state
 from mae import MAE
 from minr import MINR
-from vit import (SIZES, Block, InputError, ViT, count_extra_tokens, denormalize, from_released,
-                 grid_of, mask_noise, normalize, pair, require, sizes_of, transfer)
+from vit import (SIZES, Block, InputError, Method, ViT, count_extra_tokens, denormalize,
+                 from_released, grid_of, mask_noise, normalize, pair, require, sizes_of, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 OPTIMIZERS = {  # functions of the parameter groups and a run's settings
@@ -71,21 +73,22 @@ def pretrain(flags):
             teacher = read_checkpoint(flags.teacher)       # --heads is for the encoder
             fixed["teacher"] = {x: teacher["config"][x] for x in ("dim", "depth", "heads")}
         size = flags.img_size or start["config"].get("img_size")
-        train, val, img_size = open_data(flags.data, here, size, train_images=flags.train_images)
-        run, model = build(flags, here, img_size, len(train.labels), start, fixed, folder)
+        data, val, img_size = open_data(flags.data, here, size, train_images=flags.train_images)
+        run, model = build(flags, here, img_size, len(data.labels), start, fixed, folder)
         if flags.init:
             initialize(model, start)
         if flags.teacher:                                  # replaces one in the --init file
             model.teacher.load_state_dict(teacher_state(teacher, run.config))
             print(f"teacher {flags.teacher}")
-        return fit(Pretraining(run, here, model, train, val))
+        transform = None if data.in_memory else crop_transform(img_size, run)
+        return fit(run, here, model, data, val, transform)
 
 
 def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=None):
     """Choose the settings of a run of --method, build its model, and return both. Defaults are the
     sizes of the checkpoint `start` and, if it is of the same method, its other arguments."""
     cls, config = METHODS[flags.method], start["config"]
-    own = cls.__init__.__kwdefaults__ or {}                # keyword-only arguments: {name: default}
+    own, _ = arguments_of(cls)
     low_res = {name: cls.low_res_config[name] for name in own if name in cls.low_res_config}
     init = config if start["method"] == flags.method else {}
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
@@ -95,27 +98,29 @@ def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=N
     return run, cls(**run.config).to(here.device)
 
 
-def fit(task):
-    """Train for --epochs epochs, or the rest of them with --resume, and return the last row of
-    log.jsonl. `task` is a Pretraining or a Finetuning."""
-    run, here, model, n = task.run, task.here, task.model, len(task.data.labels)
+def fit(run, here, model, data, val, transform=None):
+    """Train `model`, a vit.Method, for --epochs epochs, or the rest of them with --resume. Returns
+    the last row of log.jsonl. Workers apply `transform` to each image, e.g. crop_transform's.
+    Without one, images must be in memory, and crop_batch crops them."""
+    n, img_size, grid = len(data.labels), model.encoder.img_size, model.encoder.grid
     require(run.batch_size <= n and run.batch_size % (here.world * run.accum) == 0,
             f"--batch_size {run.batch_size} must be at most {n} (training images) and "
             f"divisible by {here.world} processes x --accum {run.accum}")
-    steps = n // run.batch_size
-    optimizer = OPTIMIZERS[run.optimizer](task.parameter_groups(), run)
+    own_batch = run.batch_size // here.world               # this process's part
+    steps = n // run.batch_size if run.epochs else 0       # epoch 0 only evaluates and saves
+    optimizer = OPTIMIZERS[run.optimizer](model.parameter_groups(run), run)
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
-    describe(task, steps)
-    history = resume(task, optimizer, scaler) if run.resume else []
+    describe(run, here, model, data, val, steps)
+    history = resume(run, model, data, optimizer, scaler) if run.resume else []
     net, saved_at = wrap(model, run, here), time.perf_counter()
-    # with --epochs 0, epoch 0 only evaluates and saves the model
-    first = history[-1]["epoch"] + 1 if history else min(1, run.epochs)
+    lr, first = 0.0, history[-1]["epoch"] + 1 if history else min(1, run.epochs)
     epochs = range(first, run.epochs + 1)
-    batches = load_images(task.data, draw_keys(task, epochs), here)
+    keys = draw_keys(run, here, model, data.labels, epochs)
+    batches = load_images(data, keys, own_batch * model.crops, here, transform)
     for epoch in epochs:
         net.train()
-        row, sums, waited, began = {"epoch": epoch}, {}, 0.0, time.perf_counter()
-        bar = here.progress(range(1, steps + 1) if epoch else (), f"epoch {epoch}/{run.epochs}",
+        sums, waited, began = {}, 0.0, time.perf_counter()
+        bar = here.progress(range(1, steps + 1), f"epoch {epoch}/{run.epochs}",
                             unit="img", unit_scale=run.batch_size)
         for step in bar:
             start = time.perf_counter()
@@ -127,10 +132,14 @@ def fit(task):
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
             seed = hash((run.seed, epoch - 1, step))       # the same in all processes
             torch.manual_seed(seed)                        # for crops, masks and i-MAE's alpha
-            batch = task.draw_batch(images, labels)
-            metrics = train_step(net, optimizer, scaler, batch, seed + 1, task)
-            if hasattr(model, "after_step"):               # a momentum teacher, for example
-                model.after_step((epoch - 1 + step / steps) / run.epochs)
+            crops = images.split(own_batch)
+            if transform is None:
+                crops = [crop_batch(x, img_size, run, here) for x in crops]
+            # noise decides the mask: in each image, the patches with the lowest noise stay visible
+            noise = here.part(mask_noise(run.mask, run.batch_size, grid, here.device))
+            batch = model.draw_batch(crops, labels[:own_batch], noise)
+            metrics = train_step(run, here, model, net, optimizer, scaler, batch, seed + 1)
+            model.after_step((epoch - 1 + step / steps) / run.epochs)
 
             sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0 or step == steps:
@@ -140,20 +149,20 @@ def fit(task):
                         f"epoch {epoch}, step {step}: use --clip_grad or a lower --lr")
                 bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
         seconds = time.perf_counter() - began
-        if epoch > 0:
-            row.update(lr=lr, **here.mean_over_processes(sums, steps),
-                       wait=round(waited / seconds, 3),
-                       img_s=round(steps * run.batch_size / seconds, 1))
+        row = {"epoch": epoch, "lr": lr, **here.mean_over_processes(sums, steps),
+               "wait": round(waited / seconds, 3),
+               "img_s": round(steps * run.batch_size / seconds, 1)}
+        history.append(row)
         validate = epoch % run.eval_every == 0 or epoch == run.epochs
-        keep = run.keep_every and epoch % run.keep_every == 0
-        scores, columns = task.evaluate() if validate else ({}, None)
-        history.append({**row, **scores})
-        if here.rank == 0 and (validate or keep or time.perf_counter() - saved_at > 60):
-            save_run(task, optimizer, scaler, history, columns)
+        keep, columns = run.keep_every and epoch % run.keep_every == 0, None
+        if validate:
+            scores, columns = evaluate_psnr(model, val, here, run.mask, most=run.eval_images)
+            row.update(scores, **model.scores(data, val, here, run))
+        if validate or keep or time.perf_counter() - saved_at > 60:
+            save_run(run, here, model, data, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
-        shown = [f"{name} {history[-1][name]:.4g}" for name in
-                 ("loss", "psnr_masked", "top1", "img_s", "wait") if name in history[-1]]
-        print(f"epoch {epoch}:", ", ".join(shown))
+        shown = ("loss", "psnr_masked", "top1", "img_s", "wait")
+        print(f"epoch {epoch}:", ", ".join(f"{x} {row[x]:.4g}" for x in shown if x in row))
     if here.rank == 0:
         with suppress(ImportError, InputError):            # a copy without tests/; an empty log
             from tests.curves import draw_run              # only here: tests import train
@@ -162,15 +171,16 @@ def fit(task):
     return history[-1]
 
 
-def train_step(net, optimizer, scaler, batch, seed, task):
-    """Take an optimizer step, in --accum pieces, with `batch` from task.draw_batch. Returns metrics
-    {name: value} on the device. Never synchronises host and device."""
-    run, here, metrics = task.run, task.here, {}
+def train_step(run, here, model, net, optimizer, scaler, batch, seed):
+    """Take an optimizer step, in --accum pieces, with `batch` from model.draw_batch. `net` is the
+    model as returned by wrap. Returns metrics {name: value} on the device. Never synchronises host
+    and device."""
+    metrics = {}
     for i in range(run.accum):
         piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]    # a scalar: i-MAE's alpha
-        # MINR's pixels are the same in all pieces and processes; drop path and mixing differ
-        torch.manual_seed(seed if task.pieces_draw_alike else seed + here.rank * run.accum + i)
-        inputs = task.model_inputs(*piece)                 # a piece at a time saves memory
+        # what forward draws differs between pieces and processes, except MINR's pixels
+        torch.manual_seed(seed if model.draws_alike else seed + here.rank * run.accum + i)
+        inputs = model.model_inputs(*piece)                # a piece at a time saves memory
         sync_gradients = here.world == 1 or i + 1 == run.accum         # at the last piece
         with nullcontext() if sync_gradients else net.no_sync():
             with here.autocast():
@@ -187,62 +197,19 @@ def train_step(net, optimizer, scaler, batch, seed, task):
     return metrics
 
 
-class Pretraining:
-    """What `fit` trains, like finetune.Finetuning: it calls parameter_groups once, draw_batch in
-    each step, model_inputs for each of a step's --accum pieces, and evaluate after epochs."""
-
-    pieces_draw_alike = True                               # in the model, e.g. MINR's pixels
-
-    def __init__(self, run, here, model, data, val):
-        self.run, self.here, self.model, self.data, self.val = run, here, model, data, val
-        self.pairs = getattr(model, "pairs", None)         # "images" (i-MAE) or "views" (FORKS.md)
-        if self.pairs == "images":
-            check_same_class(data.labels, data.classes, run.same_class)
-        if not data.in_memory:                             # instead of open_data's centre crop
-            data.transform = crop_transform(model.encoder.img_size, run)
-
-    def parameter_groups(self):
-        """Return two groups of parameters, with and without weight decay: not biases and norms."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return [dict(params=[p for p in trained if p.ndim > 1], weight_decay=self.run.weight_decay),
-                dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
-
-    def draw_batch(self, images, labels):
-        """Return this process's part of a step: images, noise, any partners, any alpha."""
-        run, here = self.run, self.here
-        halves = images.chunk(2 if self.pairs else 1)      # with pairs, partners come last
-        if self.data.in_memory:
-            halves = [crop_batch(x, self.model.encoder.img_size, run, here) for x in halves]
-        # noise decides the mask: in each image, the patches with the lowest noise stay visible
-        noise = mask_noise(run.mask, run.batch_size, self.model.encoder.grid, here.device)
-        alpha = [self.model.draw_alpha(here.device)] if self.pairs == "images" else []
-        return [halves[0], here.part(noise), *halves[1:], *alpha]
-
-    def model_inputs(self, *piece):
-        """Return the model's arguments for a piece of the batch: its images are normalised."""
-        return [normalize(x, self.model) if x.ndim == 4 else x for x in piece]
-
-    def evaluate(self):
-        """Return scores {name: value} and the columns of recon.png, or None for no picture."""
-        return evaluate_psnr(self.model, self.val, self.here, self.run.mask,
-                             most=self.run.eval_images)
-
-
-def draw_keys(task, epochs):
+def draw_keys(run, here, model, labels, epochs):
     """Yield, for each step of `epochs` (1, 2, ...), the keys (b,2) of this process's images. A key
-    is a crop seed and an image's index. With pairs, partners come after a step's images."""
-    run, labels, n = task.run, task.data.labels, len(task.data.labels)
+    is a crop seed and an image's index. If a step needs several crops, those of the first come
+    first, and each has its own seed."""
     for epoch in epochs:
         seed = hash((run.seed, epoch - 1))
         g = torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=g)[:n - n % run.batch_size]
-        keys = [keys_of(order, seed)]
-        if task.pairs:
-            partners = order if task.pairs == "views" else draw_partners(
-                order, labels, run.same_class, g)
-            keys.append(keys_of(partners, seed ^ 1))       # their crops differ
-        for step in zip(*(x.split(run.batch_size) for x in keys)):
-            yield torch.cat([task.here.part(x) for x in step])
+        order = torch.randperm(len(labels), generator=g)
+        order = order[:len(labels) - len(labels) % run.batch_size]
+        crops = model.draw_images(order, labels, run, g)
+        keys = [keys_of(ids, seed ^ i).split(run.batch_size) for i, ids in enumerate(crops)]
+        for step in zip(*keys):
+            yield torch.cat([here.part(x) for x in step])
 
 
 def learning_rate(t, run):
@@ -273,16 +240,16 @@ def wrap(model, run, here):
     return model
 
 
-def describe(task, steps):
+def describe(run, here, model, data, val, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
-    run, here, model, encoder = task.run, task.here, task.model, task.model.encoder
+    encoder = model.encoder
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    labels = task.val.labels[random_order(len(task.val.labels))[:run.eval_images]]
+    labels = val.labels[random_order(len(val.labels))[:run.eval_images]]
     share = 100 * labels.unique(return_counts=True)[1].max() / len(labels)
     print(f"data    {run.data}: {run.images} train, {len(labels)} val"
-          f"{f' (largest class {share:.1f} %)' if task.val.classes else ''}, {encoder.img_size} "
+          f"{f' (largest class {share:.1f} %)' if val.classes else ''}, {encoder.img_size} "
           f"pixels in patches of {encoder.patch_size}, "
-          f"in {'memory' if task.data.in_memory else 'files'}")
+          f"in {'memory' if data.in_memory else 'files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -365,7 +332,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
     """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, and
     of the raw reconstruction, all leak-free (see MAE.reconstruct), and columns {title: up to 8
     images} for recon.png. Masks follow the pattern `mask` and depend only on the image's index."""
-    if getattr(model, "reconstruct", None) is None:        # a method that predicts no pixels
+    if model.reconstruct is None:                          # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
     sums = {"psnr_masked": 0, "psnr_image": 0, "psnr_decoded": 0}      # zeros without images
@@ -403,16 +370,30 @@ SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in d
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
 
-class ImageDataset(Dataset):
-    """Images, labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor (N,C,H,W)
-    or a list of N files. With a `transform`, which files need, workers load images one by one. A
-    warning names an unreadable file; another image and its label replace it."""
+class ImageDataset:
+    """Images, their labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor
+    (N,C,H,W) or a list of N files."""
 
     def __init__(self, images, labels, classes):
+        if isinstance(images, list):       # reference counts would copy all strings to each worker
+            images = np.array([*map(os.fsencode, images)])
+        self.images, self.labels, self.classes = images, torch.as_tensor(labels), classes
         self.in_memory = torch.is_tensor(images)
-        # Bytes in one array: with a list, reference counts would copy all strings into every worker
-        self.images = images if self.in_memory else np.array([*map(os.fsencode, images)])
-        self.labels, self.classes, self.transform = torch.as_tensor(labels), classes, None
+
+    def select(self, ids):
+        """Return the data set of the images with indices ids (n,)."""
+        images = self.images[ids if self.in_memory else ids.numpy()]
+        return ImageDataset(images, self.labels[ids], self.classes)
+
+
+class Transformed(Dataset):
+    """The images of `data`, an ImageDataset, each read if it is a file, and transformed. A warning
+    names an unreadable file; another image and its label replace it."""
+
+    def __init__(self, data, transform):
+        self.images, self.labels, self.transform = data.images, data.labels, transform
+        if data.in_memory:
+            self.images = data.images.cpu()
 
     def __getitem__(self, key):
         """Return image i and its label for key = (seed, i). The seed is for random transforms."""
@@ -422,42 +403,40 @@ class ImageDataset(Dataset):
         for _ in range(10):
             image = self.images[i]
             try:
-                image = image if self.in_memory else read_image(os.fsdecode(image))
+                image = image if torch.is_tensor(image) else read_image(os.fsdecode(image))
                 return self.transform(image), self.labels[i].item()
             except InputError as error:
                 warnings.warn(f"{error}; another image replaces it")
-                i = torch.randint(len(self.labels), ()).item()
+                i = torch.randint(len(self.images), ()).item()
         raise InputError("cannot read ten images in a row: see the warnings")
-
-    def select(self, ids):
-        """Keep only the images with indices ids (n,)."""
-        self.labels = self.labels[ids]
-        self.images = self.images[ids] if self.in_memory else self.images[ids.numpy()]
 
 
 def open_data(name, here, img_size=None, parts=("train", "val"), train_images=None):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
-    in memory are on the device."""
-    datasets = [ImageDataset(*found) for found in find_images(name, parts, here, img_size)]
-    first, last = datasets[0], datasets[-1]
+    in memory are on the device and at most that large. The default size is that of the images."""
+    found = [ImageDataset(*part) for part in find_images(name, parts, here, img_size)]
+    first, last = found[0], found[-1]
     require(first.classes == last.classes, f"--data {name}: classes differ between train and val, "
             f"e.g. {sorted({*first.classes} ^ {*last.classes})[:5]}")
-    img_size, uncropped = choose_size(first, img_size)
+    sizes = [] if first.in_memory else sizes_of_files(first.images)
+    default = tuple(first.images.shape[2:]) if first.in_memory else default_size(sizes)
+    img_size, opened = img_size or default, []
     if train_images:                                       # before files are read into memory
-        first.select(random_order(len(first.labels))[:train_images])
-    for i, data in enumerate(datasets):
-        if not data.in_memory:
-            data.transform = partial(center_crop, img_size=img_size)
-            if uncropped and 3 * len(data.labels) * math.prod(img_size) <= MEMORY:
-                keys = keys_of(torch.arange(len(data.labels))).split(CHUNK)
-                loaded = here.progress(load_images(data, keys, here), "reading", total=len(keys))
-                images, labels = map(torch.cat, zip(*loaded))
-                datasets[i] = data = ImageDataset(images, labels.cpu(), data.classes)
-        elif any(old > new for old, new in zip(data.images.shape[2:], img_size)):
-            data.images = v2.functional.resize(data.images, img_size)          # antialiased
-        if data.in_memory:
-            data.images = data.images.to(here.device).contiguous()
-    return *datasets, img_size
+        found[0] = first.select(random_order(len(first.labels))[:train_images])
+    for data in found:
+        images, labels = data.images, data.labels
+        size_in_memory = 3 * len(labels) * math.prod(img_size)         # in bytes
+        if not data.in_memory and size_in_memory <= MEMORY and stay_whole(sizes, img_size):
+            keys = keys_of(torch.arange(len(labels))).split(CHUNK)
+            loaded = load_images(data, keys, CHUNK, here, partial(center_crop, img_size=img_size))
+            loaded = here.progress(loaded, "reading", total=len(keys))
+            images, labels = map(torch.cat, zip(*loaded))
+        elif data.in_memory and any(a > b for a, b in zip(images.shape[2:], img_size)):
+            images = v2.functional.resize(images, img_size)            # antialiased
+        if torch.is_tensor(images):
+            images, labels = images.to(here.device).contiguous(), labels.cpu()
+        opened.append(ImageDataset(images, labels, data.classes))
+    return *opened, img_size
 
 
 def find_images(name, parts, here, img_size):
@@ -535,25 +514,31 @@ def list_photos(root, parts):
     return [(found[part], [-1] * len(found[part]), []) for part in parts]
 
 
-def choose_size(data, img_size):
-    """Return the image size (H, W), by default the images', and whether files need no crop: of 50,
-    all are below 224 pixels, have the image size's aspect ratio and, rounded down, are not larger.
-    For files, the default is the largest height and width of 50, rounded down to a multiple of 16
-    (of 8 below 128 pixels) or, if one reaches 224, (224, 224)."""
-    if data.in_memory:
-        return img_size or tuple(data.images.shape[2:]), True
-    shapes = []
-    for file in data.images[::math.ceil(len(data.images) / 50)]:
+def sizes_of_files(files):
+    """Return the sizes (h, w) of 50 of the image files, without those that cannot be read."""
+    sizes = []
+    for file in files[::math.ceil(len(files) / 50)]:
         with suppress(InputError):
-            shapes.append(read_image(os.fsdecode(file)).shape[1:])
-    require(shapes, f"cannot read {os.fsdecode(data.images[0])}, nor any other of up to 50 images")
-    H, W = map(max, zip(*shapes))
-    default = (224, 224)
-    if max(H, W) < 224:
-        default = tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in (H, W))
-    size = img_size or default
-    fits = max(H, W) < 224 and default[0] <= size[0] and default[1] <= size[1]
-    return size, fits and all(h * size[1] == w * size[0] for h, w in shapes)
+            sizes.append(read_image(os.fsdecode(file)).shape[1:])
+    require(sizes, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
+    return sizes
+
+
+def default_size(sizes):
+    """Return the image size (H, W) for files of these sizes: the largest height and width, rounded
+    down to a multiple of 16 (of 8 below 128 pixels) or, if one reaches 224, (224, 224)."""
+    largest = [*map(max, zip(*sizes))]
+    if max(largest) >= 224:
+        return (224, 224)
+    return tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in largest)
+
+
+def stay_whole(sizes, img_size):
+    """Return whether files of these sizes need no crop: all are below 224 pixels, have the image
+    size's aspect ratio and, rounded down as above, are not larger."""
+    (H, W), (h, w) = img_size, default_size(sizes)
+    return h <= H and w <= W and max(map(max, sizes)) < 224 and all(
+        h * W == w * H for h, w in sizes)
 
 
 def keys_of(ids, seed=0):
@@ -561,22 +546,24 @@ def keys_of(ids, seed=0):
     return torch.stack([torch.full_like(ids, seed), ids], dim=1)
 
 
-def load_images(dataset, batches, here):
-    """Yield uint8 images (b,C,H,W) and labels (b,) on the device, for each tensor of keys (b,2) in
-    `batches`. Images come from memory or, with a transform, from workers that read ahead."""
+def load_images(data, batches, batch_size, here, transform=None):
+    """Yield uint8 images (b,C,H,W) and labels (b,) on the device for each of `batches`: tensors of
+    keys (b,2), of length batch_size except for the last. Images come from memory or, with a
+    `transform`, from workers that read ahead."""
     cuda = here.device.type == "cuda"
     to_device = dict(device=here.device, non_blocking=cuda)
-    if dataset.transform is None:
+    if transform is None:
         for keys in batches:
             ids = keys[:, 1]
-            yield dataset.images[ids.to(**to_device)], dataset.labels[ids].to(**to_device)
+            yield data.images[ids.to(**to_device)], data.labels[ids].to(**to_device)
         return
-    batches, again = tee(batches)                          # workers read the first one ahead
     chunks = (chunk.tolist() for keys in batches for chunk in keys.split(CHUNK))
-    workers = min(here.workers, math.ceil(len(dataset.labels) / CHUNK))
-    loaded = iter(DataLoader(dataset, batch_sampler=chunks, num_workers=workers, pin_memory=cuda))
-    for keys in again:
-        images, labels = zip(*(next(loaded) for _ in keys.split(CHUNK)))
+    workers = min(here.workers, len(data.labels) // CHUNK)
+    loaded = iter(DataLoader(Transformed(data, transform), batch_sampler=chunks,
+                             num_workers=workers, pin_memory=cuda))
+    for chunk in loaded:
+        rest = islice(loaded, math.ceil(batch_size / CHUNK) - 1)
+        images, labels = zip(chunk, *rest)
         yield [torch.cat([x.to(**to_device) for x in part]) for part in (images, labels)]
 
 
@@ -585,12 +572,13 @@ def random_order(n):
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))
 
 
-def val_batches(dataset, here, img_size, most=None):
+def val_batches(data, here, img_size, most=None):
     """Yield this process's batches (indices, images, labels), at most 100 images each, from a fixed
     choice of at most `most` images."""
-    ids = random_order(len(dataset.labels))[:most].tensor_split(here.world)[here.rank]
+    ids = random_order(len(data.labels))[:most].tensor_split(here.world)[here.rank]
     batches = ids.split(100) if len(ids) else ()
-    loaded = load_images(dataset, [keys_of(ids) for ids in batches], here)
+    transform = None if data.in_memory else partial(center_crop, img_size=img_size)
+    loaded = load_images(data, [keys_of(ids) for ids in batches], 100, here, transform)
     for ids in here.progress(batches, "evaluating"):
         images, labels = next(loaded)
         yield ids, v2.functional.resize(images, img_size), labels
@@ -703,13 +691,15 @@ def name_of(path):
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
 
-def save_run(task, optimizer, scaler, history, columns):
+def save_run(run, here, model, data, optimizer, scaler, history, columns):
     """Write last.pt, from which --resume continues, its copy for --keep_every, log.jsonl and any
     new recon.png. A killed run leaves a whole last.pt, the old one or the new one."""
-    run, model, folder, epoch = task.run, task.model, task.run.folder, history[-1]["epoch"]
+    folder, epoch = run.folder, history[-1]["epoch"]
+    if here.rank > 0:
+        return
     require(all(x.isfinite().all() for x in model.state_dict().values()), f"weights are not finite "
             f"after epoch {epoch}: use --clip_grad or a lower --lr")
-    torch.save(dict(method=run.method, config=run.config, classes=task.data.classes,
+    torch.save(dict(method=run.method, config=run.config, classes=data.classes,
                     mean=model.mean, std=model.std, flags=dict(run._asdict(), folder=str(folder)),
                     model=model.state_dict(), optimizer=optimizer.state_dict(),
                     scaler=scaler.state_dict(), epoch=epoch, history=history),
@@ -725,22 +715,22 @@ def save_run(task, optimizer, scaler, history, columns):
         torchvision.utils.save_image(images, folder / "recon.png", nrow=len(columns))
 
 
-def resume(task, optimizer, scaler):
+def resume(run, model, data, optimizer, scaler):
     """Load the run's last.pt, and return the rows of its log, or [] if there is none. Raises
     InputError if model, number of images, class names, seed or optimizer differ."""
-    run, path = task.run, task.run.folder / "last.pt"
+    path = run.folder / "last.pt"
     if not path.exists():
         print(f"note    nothing to resume: {path} does not exist, so a new run starts")
         return []
     last = read_checkpoint(path)
     old = {**last["flags"], **last["config"], "class names": last["classes"]}
     new = {name: getattr(run, name) for name in ("method", "images", "seed", "optimizer")}
-    new.update({"class names": task.data.classes, **run.config})
+    new.update({"class names": data.classes, **run.config})
     differ = [f"{name} was {old.get(name)}, is {new.get(name)}"
               for name in {**last["config"], **new} if old.get(name) != new.get(name)]
     require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was: "
                         f"{old['command']}")
-    task.model.load_state_dict(last["model"])
+    model.load_state_dict(last["model"])
     settings = optimizer.state_dict()["param_groups"]      # keep this command's weight decay
     optimizer.load_state_dict({**last["optimizer"], "param_groups": settings})
     if last["scaler"]:                                     # empty unless the run used fp16
@@ -880,19 +870,33 @@ def in_range(kind, low, high=math.inf):
     return number
 
 
+def literal(text):
+    """Parse numbers and tuples as Python does, e.g. `3`, `0.5` and `0,5,11`; others are words."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return text
+
+
 def word_or_numbers(text):
-    """Parse `all` as "all", `0,5,11` as (0, 5, 11) and `0.9,0.95` as (0.9, 0.95)."""
-    if text.isidentifier():
-        return text
-    return tuple(int(x) if x.isdigit() else float(x) for x in text.split(","))
+    """Parse `all` as "all", `11` as (11,), `0,5,11` as (0, 5, 11) and `0.9,0.95` as (0.9, 0.95)."""
+    value = literal(text)
+    return value if isinstance(value, (str, tuple)) else (value,)
 
 
 def size_in_pixels(text):
     """Parse `32` as (32, 32) and `32,48` as (32, 48)."""
-    sides = word_or_numbers(text)
-    return pair(sides[0] if len(sides) == 1 else sides)
+    return pair(literal(text))
 
 
+
+
+def betas(text):
+    """Parse `0.9,0.95` as (0.9, 0.95): two numbers from 0 to 1."""
+    first, second = map(fraction, text.split(","))
+    return first, second
+
+
+PARSERS = {tuple: word_or_numbers, list: word_or_numbers, type(None): literal}     # of types
 count, not_negative = in_range(int, 1), in_range(float, 0)
 fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
 
@@ -930,7 +934,7 @@ RECIPE = {
            "(see derive in train.py); low_res: for width 64, and for any batch"),
     "blr": (not_negative, "learning rate per 256 images of the recipe's batch, see lr"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
-    "betas": (word_or_numbers, "betas of Adam and AdamW, e.g. 0.9,0.95"),
+    "betas": (betas, "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
     "epochs": (in_range(int, 0), "passes over the training images"),
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
@@ -976,16 +980,27 @@ def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
         option(f"--{name}", help=text.replace("%", "%%"), **parsing)
 
 
-def add_method_arguments(parser, cls):
-    """Add a flag for each keyword-only argument of a method's constructor. Its type comes from the
-    argument's annotation or default, and its help text from the entry under `Args:`."""
-    texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(cls) or "", re.M))
-    types = {int: in_range(int, 0), tuple: word_or_numbers}
-    flags, own = {}, cls.__init__.__kwdefaults__ or {}
-    for name, default in own.items():
-        kind = cls.__init__.__annotations__.get(name, type(default))
-        flags[name] = types.get(kind, kind), texts.get(name, "")
-    add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.low_res_config)
+def arguments_of(cls):
+    """Return a model's own arguments, as {name: default} and as flags {name: (type, help)}: those
+    that its constructor takes by keyword only, and its parents' if it passes on **kwargs. The type
+    is that of the annotation or default, and the help is the entry under `Args:`."""
+    own, flags = {}, {}
+    for part in reversed(cls.__mro__[:cls.__mro__.index(Method)]):
+        if "__init__" not in vars(part):
+            continue
+        spec, hints = inspect.getfullargspec(part.__init__), get_type_hints(part.__init__)
+        doc = inspect.getdoc(part) or ""
+        texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", doc, re.M))
+        own = own if spec.varkw else {}
+        for name, default in (spec.kwonlydefaults or {}).items():
+            kind = hints.get(name, type(default))
+            if type(None) in get_args(kind):               # x | None
+                kind = next(x for x in get_args(kind) if x is not type(None))
+            kind = get_origin(kind) or kind                # tuple[int, ...] is parsed as a tuple
+            if kind is int and not (default or 0) < 0:
+                kind = in_range(int, 0)
+            own[name], flags[name] = default, (PARSERS.get(kind, kind), texts.get(name, ""))
+    return own, {name: flags[name] for name in own}
 
 
 def words_of(argv):
@@ -994,11 +1009,11 @@ def words_of(argv):
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
 
 
-def shell(main):
-    """Run main() for a script. Invalid input ends the script with one line and exit code 2."""
+def shell(main, **options):
+    """Run main(**options) for a script. Invalid input ends it with one line and exit code 2."""
     sys.stdout.reconfigure(line_buffering=True)            # a log file shows each epoch at once
     try:
-        main()
+        main(**options)
     except (InputError, OSError) as error:
         cause = str(error).strip().splitlines()[-1]        # a worker's traceback comes first
         print(f"{Path(sys.argv[0]).name}: error: {cause}", file=sys.stderr)
@@ -1013,15 +1028,19 @@ def main(argv=None):
     words = words_of(argv)
     parser = new_parser("train.py", f"--method {'|'.join(METHODS)}", words)
     parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)")
-    cls = METHODS[parser.parse_known_args(words)[0].method]            # decides on other flags
+    name = parser.parse_known_args(words)[0].method        # it decides which other flags exist
+    cls = METHODS[name]
+    require(issubclass(cls, Method), f"--method {name}: class {cls.__name__} must inherit from "
+            f"vit.Method instead of nn.Module: see tests/docs/FORKS.md")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.set_defaults(data="shapes", eval_images=1000)
     add_flags(parser, "data and device", DATA)
     add_flags(parser, "training images and encoder", ENCODER)
     add_flags(parser, "run", RUN)
     add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.low_res_recipe)
-    add_method_arguments(parser, cls)
-    pairs = PAIRS if getattr(cls, "pairs", None) == "images" else {}
+    own, flags = arguments_of(cls)
+    add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.low_res_config)
+    pairs = PAIRS if issubclass(cls, IMAE) else {}
     add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
     return pretrain(parser.parse_args(words))
 

@@ -93,9 +93,8 @@ def masking(noise, K):
 
 
 def visible_count(L, mask_ratio):
-    """Return K, the number of visible patches out of L, rounded down as in the release. (L = 225
-    and mask_ratio 0.8 give 44, not 45: 1 - 0.8 < 0.2 in floating point.) Raises InputError unless
-    mask_ratio is between 0 and 1 and leaves at least one patch visible and one masked."""
+    """Return K, the number of visible patches of L, rounded down as in the release. Raises
+    InputError unless mask_ratio leaves at least one visible and one masked."""
     require(0 < mask_ratio < 1, f"mask_ratio {mask_ratio} must be above 0 and below 1")
     K = int(L * (1 - mask_ratio))
     require(0 < K < L, f"mask_ratio {mask_ratio} leaves {K} of {L} patches visible: at least one "
@@ -169,12 +168,12 @@ class Block(nn.Module):
     """A pre-norm transformer block, (B,N,D) -> (B,N,D) with D = dim. In training, each image skips
     the attention with probability drop_path, and likewise the MLP (stochastic depth)."""
 
-    def __init__(self, dim, heads, mlp_ratio=4.0, drop_path=0.0):
+    def __init__(self, dim, heads, drop_path=0.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = MLP(dim, int(mlp_ratio * dim))
+        self.mlp = MLP(dim, 4 * dim)
         self.drop_path = StochasticDepth(drop_path, mode="row")
 
     def forward(self, x):
@@ -200,7 +199,6 @@ class ViT(nn.Module):
     Args:
         img_size, patch_size: int or (H, W), in pixels; the patches must tile the image
         in_chans, dim, depth, heads: channels, width, number of blocks, attention heads
-        mlp_ratio: width of the MLPs' hidden layer, relative to dim
         norm: put a LayerNorm after the last block; False in methods with their own norm or no norm
         drop_path: probability of skipping the last block's attention or MLP (stochastic depth). For
             other blocks it is smaller: it grows linearly from 0 at the first block
@@ -208,7 +206,7 @@ class ViT(nn.Module):
     """
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, dim=768, depth=12, heads=12, *,
-                 mlp_ratio=4.0, norm=True, drop_path=0.0, extra_tokens=0):
+                 norm=True, drop_path=0.0, extra_tokens=0):
         super().__init__()
         self.grid = grid_of(img_size, patch_size)
         self.img_size, self.patch_size = pair(img_size), pair(patch_size)
@@ -220,15 +218,16 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(sincos_pos_embed(dim, self.grid), requires_grad=False)
         self.patch_embed = nn.Linear(p * q * in_chans, dim)            # its bias: PyTorch's default
         drops = torch.linspace(0, drop_path, depth, device="cpu").tolist()     # not on "meta"
-        self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio, drop) for drop in drops)
+        self.blocks = nn.ModuleList(Block(dim, heads, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else nn.Identity()
         self.extra_tokens = None
         if extra_tokens:
             self.extra_tokens = nn.Parameter(torch.empty(extra_tokens, dim).normal_(std=0.02))
         init_weights(self)                                 # methods with a decoder draw these again
-        # drawn in a convolution's layout, so that the same seed gives the release's weights
+        # drawn in the layout of a convolution's weight, as in the release
         weight = nn.init.xavier_uniform_(torch.empty(dim, in_chans * p * q))
-        self.patch_embed.weight.data = linear_weight(weight.view(dim, in_chans, p, q))
+        weight = weight.view(dim, in_chans, p, q).permute(0, 2, 3, 1)  # as patchify's pixels
+        self.patch_embed.weight.data = weight.flatten(1)
 
     def mask(self, images, noise, mask_ratio):
         """Mask patches as masking does. Returns ids_keep (B,K), ids_mask (B,L-K) and mask (B,L).
@@ -313,6 +312,45 @@ class ViT(nn.Module):
         return unpatchify(mask[..., None].expand(-1, -1, p * q), (p, q), self.grid)  # (B, 1, H, W)
 
 
+# ------------------------------------------------------------------------------ what train.py calls
+class Method(nn.Module):
+    """What train.fit trains. A subclass has an `encoder`, a ViT; its forward returns the loss and
+    {name: value} for log.jsonl. draw_images is called for an epoch, draw_batch for a step, and
+    model_inputs and forward for each of its --accum pieces: override what differs in yours."""
+
+    mean, std = IMAGENET_MEAN, IMAGENET_STD                # input: (image / 255 - mean) / std
+    lr_scale = 1.0                     # factor of the recipe's learning rate, or its function
+    crops = 1                          # random crops of each image; 2 for pairs of views
+    draws_alike = False                # whether forward draws the same in all pieces and processes
+    reconstruct = None                 # see mae.py. None: predicts no pixels, so there is no PSNR
+
+    def parameter_groups(self, run):
+        """Return the optimizer's groups, with weight decay and without: biases and norms."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return [dict(params=[p for p in trained if p.ndim > 1], weight_decay=run.weight_decay),
+                dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
+
+    def draw_images(self, order, labels, run, generator):
+        """Return the indices (n,) of an epoch's images, once for each of the `crops`."""
+        return [order] * self.crops
+
+    def draw_batch(self, crops, labels, noise):
+        """Return forward's arguments from this process's crops (b,C,H,W), uint8 or float, labels
+        (b,), -1 if unlabelled, and noise (b,L). All processes draw the same numbers here."""
+        return [crops[0], noise, *crops[1:]]
+
+    def model_inputs(self, *piece):
+        """Return forward's arguments for a piece of draw_batch's: here, images are normalised."""
+        return [normalize(x, self) if x.ndim == 4 else x for x in piece]
+
+    def after_step(self, progress):
+        """Called after each optimizer step; progress is the completed fraction of the run."""
+
+    def scores(self, data, val, here, run):
+        """Return more scores {name: value} than the PSNRs, for log.jsonl. Runs in all processes."""
+        return {}
+
+
 # ---------------------------------------------------------------------- sizes, errors and colours
 def pair(size):
     """Turn an int or (H, W) into a tuple (H, W). Raises InputError unless both are ints above 0."""
@@ -364,11 +402,6 @@ def denormalize(images, model):
 ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "extra_tokens")
 
 
-def linear_weight(weight):
-    """Turn a convolution's weight (D,C,p,q) into a linear layer's weight (D,p*q*C) for patches."""
-    return weight.permute(0, 2, 3, 1).flatten(1)
-
-
 def from_released(state):
     """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
     "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding,
@@ -378,7 +411,7 @@ def from_released(state):
     for name, value in state.get("model", state).items():
         name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
         if name.endswith("patch_embed.proj.weight"):
-            value = linear_weight(value)
+            value = value.permute(0, 2, 3, 1).flatten(1)
         name = name.replace("patch_embed.proj.", "patch_embed.")
         ours["encoder." + name if name.startswith(ENCODER_NAMES) else name] = value
     return ours
@@ -431,19 +464,18 @@ def transfer(model, state, grid):
         print("positions resized from {}x{} to {}x{} patches".format(*grid, *model.encoder.grid))
 
     ours, theirs = ({name: tuple(x.shape) for name, x in each.items()} for each in (own, state))
-    names = sorted(ours.keys() | theirs.keys())
-    fitting = {name for name in names if ours.get(name) == theirs.get(name)}
-    encoder = [name for name in names if name.startswith("encoder.")]
-    teacher = [name for name in names if name.startswith("teacher.")]
-    rest = [name for name in names if not name.startswith(("encoder.", "teacher."))]
+    fitting = {name for name in own.keys() & state.keys() if ours[name] == theirs[name]}
+    parts = {"encoder": set(), "teacher": set(), "rest": set()}
+    for name in own.keys() | state.keys():
+        part = name.split(".")[0]
+        parts[part if part in parts else "rest"].add(name)
     wrong = [f"{name}: the file has {theirs.get(name, 'nothing')}, the model "
-             f"{ours.get(name, 'nothing')}" for name in encoder if name not in fitting
-             and not name.startswith(("encoder.norm.", "encoder.extra_tokens"))]
+             f"{ours.get(name, 'nothing')}" for name in sorted(parts["encoder"] - fitting)
+             if not name.startswith(("encoder.norm.", "encoder.extra_tokens"))]
     require(not wrong, "; ".join(wrong[:3]))
 
-    loaded = fitting.intersection(encoder)
-    for part in (teacher, rest):                           # all of it or nothing
-        if fitting.issuperset(part):
-            loaded.update(part)
+    loaded = fitting & parts["encoder"]
+    for part in (parts["teacher"], parts["rest"]):         # all of it or nothing
+        loaded |= part if part <= fitting else set()
     model.load_state_dict({name: state[name] for name in loaded}, strict=False)
     return sorted(own.keys() - loaded), sorted(state.keys() - loaded)

@@ -92,7 +92,7 @@ def chain(spec, args, seed, runs):
     for command in pretraining(spec, args, seed, runs, name_of):
         yield None, command
     for column in args.columns:
-        if column != "pixels" or getattr(method_of(spec), "reconstruct", None):
+        if column != "pixels" or method_of(spec).reconstruct:
             command = COLUMNS[column].format(file=f"{runs}/{name_of(spec)}/last.pt", seed=seed)
             run = ["--eval_every", "1000", "--runs", runs, "--name",
                    f"{name_of(spec)}_{column.strip('%')}"]

@@ -30,7 +30,7 @@ def compare(args):
     for file, content in zip(args.checkpoints, contents):
         try:
             model = load_any(content, norm_pix_loss=args.norm_pix_loss).to(here.device)
-            require(getattr(model, "reconstruct", None), f"{file}: its method predicts no pixels")
+            require(model.reconstruct, f"{file}: its method predicts no pixels")
         except InputError as error:
             problem = str(error)
             print(f"note    skipped: {problem}")

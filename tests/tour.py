@@ -29,7 +29,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from tests.lib.masks import copy_visible, fixed_noise
 from tests.lib.released import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
-from train import METHODS, center_crop, read_image, shell
+from train import IMAE, METHODS, center_crop, read_image, shell
 from vit import ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -493,25 +493,27 @@ def tour_method(args):
         model = load_any(path, norm_pix_loss=args.norm_pix_loss)
     else:                                                  # a method of your own
         path = "random weights"
-        model = cls(**{**TINY, "in_chans": len(cls.mean), **getattr(cls, "low_res_config", {})})
+        model = cls(**{**TINY, "in_chans": len(cls.mean), **cls.low_res_config})
     require(type(model) is cls, f"{path} is not of method {args.method}")
     if not args.checkpoint and args.method == "crossmae":  # show that patches can be left out
         model.skipped = model.encoder.num_patches // 2
         more = ("Here, prediction_ratio is 0.25. This model was trained with 0.75, i.e. on all "
                 "masked patches, but its weights fit any ratio. ")
     (H, W), C = model.encoder.img_size, model.encoder.in_chans
-    pairs = getattr(cls, "pairs", None)                    # "views": two crops of each image
-    most = 2 if pairs == "images" else 1
+    most = 2 if issubclass(cls, IMAE) else 1               # others: several crops of one image
     require(len(args.image) <= most, f"--image: {args.method} takes at most {most}")
     files, images = [*args.image, *IMAGES[len(args.image):most]], []
     for file in files:
         image = open_image(file, (H, W))
-        crops = [image, center_crop(image, (H, W), 0.7)] if pairs == "views" else [image]
+        crops = [center_crop(image, (H, W), 0.7 ** i) for i in range(cls.crops // most)]
         for crop in map(torch.Tensor.float, crops):
             grey = crop.mean(0, keepdim=True)              # for one channel, or a fourth
             images.append(torch.cat([crop] * (C > 2) + [grey] * C)[:C])
-    image, *partner = normalize(torch.stack(images), model).split(1)
-    inputs = [image, fixed_noise(model.encoder, image), *partner, *[0.3] * (pairs == "images")]
+    images = torch.stack(images).split(1)
+    image, noise = normalize(images[0], model), fixed_noise(model.encoder, images[0])
+    inputs = model.model_inputs(*model.draw_batch(images, torch.full((1,), -1), noise))
+    if issubclass(cls, IMAE):
+        inputs[-1] = 0.3                                   # alpha
     bases = [inspect.getfile(x) for x in cls.__mro__ if issubclass(x, torch.nn.Module)]
     with torch.no_grad():
         calls = trace(lambda: model.eval()(*inputs), [*bases[:-1], *ROOT.glob("*.py")])

@@ -40,8 +40,7 @@ def settings(**more):
     """Return the settings of an MAE's run by the paper's recipe, without random crops and flips,
     with `more` added or replaced."""
     flags = parsed("train.py", "--crop 1 --no-flip --batch_size 64".split())
-    run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6,
-                       pairs=None)
+    run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6)
     values = {**run._asdict(), **more}
     return namedtuple("Settings", values)(**values)
 
@@ -53,7 +52,7 @@ def parsed(script, words):
         for module, names in ((train, "pretrain"), (evaluate, "compare"),
                               (finetune, "finetune nearest_neighbours evaluate_checkpoint")):
             for name in names.split():
-                patch.setattr(module, name, seen.append)
+                patch.setattr(module, name, lambda flags, *_: seen.append(flags))
         if script == "-m":                                 # tests.evaluate
             evaluate.main(words[1:])
         else:
@@ -193,8 +192,9 @@ def together(*words, processes=2, work=script):
 def stopping_after_two(monkeypatch):
     """Stop the run inside once it has saved its second epoch."""
     save = train.save_run
-    def save_and_stop(task, optimizer, scaler, history, columns):
-        save(task, optimizer, scaler, history, columns)
+    def save_and_stop(*inputs):
+        save(*inputs)
+        *_, history, _ = inputs
         if history[-1]["epoch"] == 2:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

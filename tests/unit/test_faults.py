@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ train | --name mae --resume --seed 1           | seed was 0, is 1
 train | --name mae --resume --optimizer sgd    | optimizer was adamw, is sgd
 tune  | --name tuned --resume --labels 0.5     | images was 40, is 20
 train | --name tuned --resume                  | method was classifier, is mae
-train | --method imae --same_class 0.5 --data flat/up/data/val/a | --same_class 0.5
+train | --method imae --same_class 0.5 --data flat/up/data/val/a --batch_size 1 | --same_class 0.5
 train | --method imae --teacher runs/mae --patch_size 8 | teacher
 eval  | runs/tuned                             | runs/tuned
 eval  | runs/mae runs/large                    | runs/large
@@ -155,8 +156,9 @@ def test_what_replaces_an_image(tmp_path):
         write_pictures(tmp_path / part, "ab", 40)
     for i in range(30):                                    # these sort together
         (tmp_path / f"train/a/{i}.png").write_bytes(b"")
-    data, *_ = train.open_data(str(tmp_path), HERE, (8, 8))
-    images, labels = zip(*(data[5, i] for i in range(80)))
+    data, _, size = train.open_data(str(tmp_path), HERE, (8, 8))
+    read = train.Transformed(data, partial(train.center_crop, img_size=size))
+    images, labels = zip(*(read[5, i] for i in range(80)))
     good = [i for i in range(80) if Path(os.fsdecode(data.images[i])).stat().st_size]
     assert len(good) == 50
     every = torch.stack([images[i] for i in good])
@@ -165,11 +167,10 @@ def test_what_replaces_an_image(tmp_path):
     assert max(map(drawn.count, good)) < 6
     data, *_ = train.open_data(str(tmp_path), HERE)        # in memory; a is red, b is blue
     assert torch.equal(data.images.float().mean((2, 3)).argmax(1), 2 * data.labels)
-    data, *_ = train.open_data(str(tmp_path), HERE, (8, 8))
     for file in sorted(tmp_path.rglob("train/*/*.png"))[1:]:
         file.write_bytes(b"")
     with pytest.raises(InputError, match="cannot read ten images in a row"):
-        [data[5, i] for i in range(80)]
+        [read[5, i] for i in range(80)]
 
 
 # ------------------------------------------------------------------------------------------- kills

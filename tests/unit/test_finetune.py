@@ -213,8 +213,7 @@ def test_few_labels(tune, tmp_path, capsys, spy):
 
     def kept(fraction, seed):
         split = train.open_data("data", HERE)[0]
-        every = split.images
-        finetune.keep_labels(split, fraction, seed)
+        every, split = split.images, finetune.keep_labels(split, fraction, seed)
         ids = [(every == x).all((1, 2, 3)).nonzero().item() for x in split.images]
         assert [min(2, i // 20) for i in ids] == split.labels.tolist()
         return split.labels.bincount().tolist(), sorted(ids)
@@ -242,21 +241,18 @@ def test_flags_do_something(tune):
 
 
 def augmented(images, **more):
-    """Return a data set of these images, and a function of images and labels that returns the
-    model's arguments."""
+    """Return a data set of these images, transformed as set by --randaug and --erasing."""
     data = train.ImageDataset(images, torch.arange(len(images)) % 3, "abc")
-    none = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, mix_ratio=0.0)
-    run = settings(**{**none, **more}, batch_size=len(images), config=dict(classes=3))
-    task = finetune.Finetuning(run, HERE, classifier(), data, None)
-    return data, lambda images, labels: task.model_inputs(*task.draw_batch(images, labels))
+    run = settings(**{"randaug": 0, "erasing": 0.0, **more}, batch_size=len(images))
+    return train.Transformed(data, finetune.augmentation(run, HERE, classifier(), data))
 
 
 def test_augmentation_of_an_image():
     """An image's seed draws two RandAugment operations, of the given magnitude, and a rectangle
     that is filled with the mean colour."""
     images = random_images(12)
-    (data, _), (erasing, _) = augmented(images, randaug=27), augmented(images, erasing=1.0)
-    half, _ = augmented(images, erasing=0.5)
+    data, erasing = augmented(images, randaug=27), augmented(images, erasing=1.0)
+    half = augmented(images, erasing=0.5)
     assert 2 < sum(torch.equal(half[0, i][0], image) for i, image in enumerate(images)) < 10
     crop = train.crop_transform((16, 24), settings())
     mean = torch.tensor([int(255 * m) for m in IMAGENET_MEAN])
@@ -268,7 +264,7 @@ def test_augmentation_of_an_image():
         gone = (erased != image).any(0)
         assert 0.01 < gone.float().mean() < 0.4 and (erased[:, gone].T == mean).all()
     with pytest.raises(InputError, match="images have 4: pass --randaug 0"):
-        finetune.Finetuning(settings(randaug=9), HERE, Classifier(16, 4, 4, 16, 1, 2), None, None)
+        finetune.augmentation(settings(randaug=9), HERE, Classifier(16, 4, 4, 16, 1, 2), None)
 
 
 @pytest.mark.parametrize("more", [dict(mix_ratio=0.25), dict(mixup=0.8), dict(mixup=1e3),
@@ -276,8 +272,8 @@ def test_augmentation_of_an_image():
 def test_mixed_images(more):
     """Labels get the weights of the images or, in CutMix, the fractions of their pixels."""
     images, labels = random_images(12), torch.arange(12) % 3
-    data, make_inputs = augmented(images, **more)
-    mixed, targets = make_inputs(images, labels)
+    model = classifier(**more)
+    mixed, targets = model.model_inputs(*model.draw_batch([images], labels, None))
     x, y = normalize(images, classifier()), normalize(images.roll(1, 0), classifier())
     weight = ((mixed - y) / (x - y))[(x - y).abs() > 0.1]  # of each image
     mean, whole = weight.mean(), (weight - weight.round()).abs().max() < 1e-3

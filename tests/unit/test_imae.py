@@ -110,11 +110,11 @@ def test_random_partners_are_any_other_image():
 def test_classes_without_partners():
     """A fraction above 0 needs two images in each class. One below 1 needs two classes."""
     two, few, one = labels_of(9, 2), labels_of(9, 1), labels_of(9)
-    for labels, classes, r in ((two, "ab", 0.5), (two, None, None), (few, "ab", 0), (one, "a", 1)):
-        check_same_class(labels, classes, r)
-    for labels, classes, r in ((few, "ab", 0.1), (one, "a", 0.5), (one, [], 1)):
+    for labels, r in ((two, 0.5), (one - 1, None), (few, 0), (one, 1)):
+        check_same_class(labels, r)
+    for labels, r in ((few, 0.1), (one, 0.5), (one - 1, 1)):           # -1: without labels
         with pytest.raises(ValueError, match=f"--same_class {r} needs class folders"):
-            check_same_class(labels, classes, r)
+            check_same_class(labels, r)
 
 
 def colour(images):

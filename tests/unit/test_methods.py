@@ -6,7 +6,6 @@ import copy
 import math
 from collections import defaultdict
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ import finetune
 import train
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
-from train import METHODS
-from vit import (InputError, ViT, count_extra_tokens, mask_noise, normalize, normalize_patches,
+from train import IMAE, METHODS
+from vit import (InputError, Method, ViT, count_extra_tokens, mask_noise, normalize, normalize_patches,
                  patchify, unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
@@ -59,19 +58,24 @@ LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images
           "minr": dict(hidden_dim=128, groups=64, ff_dim=64, ff_sigma=16.0)}
 for name, cls in METHODS.items():
     if name not in OPTIONS:                                # your own: sizes like its template's
-        own = cls.__init__.__kwdefaults__
+        own, _ = train.arguments_of(cls)
         BASE[name] = {k: v for k, v in cls.low_res_config.items() if k in own}
         for other in OPTIONS:
-            if METHODS[other].__init__.__kwdefaults__.keys() <= own.keys():
+            if train.arguments_of(METHODS[other])[0].keys() <= own.keys():
                 BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
-CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS.get(name, [])]
-PIXELS = [name for name in METHODS if getattr(METHODS[name], "reconstruct", None)]
+MASKED = [name for name in METHODS if "mask_ratio" in train.arguments_of(METHODS[name])[0]]
+CASES = [(name, options) for name in METHODS for options in SHARED + OPTIONS.get(name, [])
+         if name in MASKED or "mask_ratio" not in options]
+PIXELS = [name for name in METHODS if METHODS[name].reconstruct]
 FORKS = [name for name in METHODS if name not in OPTIONS]
 
 
 def build(name, **options):
     torch.manual_seed(0)
-    return METHODS[name](**{**SMALL, **BASE[name], **options})
+    arguments = {**SMALL, **BASE[name], **options}
+    if name not in MASKED:                                 # contrastive learning, for example
+        del arguments["mask_ratio"]
+    return METHODS[name](**arguments)
 
 
 def images_and_noise(B=3, C=3, L=24):
@@ -83,15 +87,17 @@ def inputs_of(model):
     return images_and_noise(C=model.encoder.in_chans, L=model.encoder.num_patches)
 
 
-def extra_inputs(model, images, alpha=0.3):
-    """Return what forward gets besides images and noise: fixed partners and weight, or views."""
-    pairs = getattr(model, "pairs", None)
-    return {None: (), "images": (images.roll(1, 0), alpha), "views": (images.flip(3),)}[pairs]
+def arguments(model, images, noise, alpha=torch.tensor(0.3)):
+    """Return forward's arguments for a batch: for i-MAE, each image's predecessor is its partner,
+    and alpha is fixed; in other methods, other crops of an image are mirrored."""
+    if isinstance(model, IMAE):
+        return [images, noise, images.roll(1, 0), alpha]
+    return [images, noise, *[images.flip(3)] * (model.crops - 1)]
 
 
 def loss_of(model, images, noise):
-    """Return the loss of these arguments."""
-    return model(images, noise, *extra_inputs(model, images))[0]
+    """Return the loss of a batch."""
+    return model(*arguments(model, images, noise))[0]
 
 
 methods = pytest.mark.parametrize("name", METHODS)
@@ -128,8 +134,7 @@ def test_every_trainable_parameter_gets_a_gradient(name, options):
 def test_on_a_gpu_that_does_not_exist(name, options):
     """On fake tensors, everything is on one device, and nothing waits for a value."""
     model = build(name, **options)
-    images, noise = inputs_of(model)
-    inputs = [images, noise, *extra_inputs(model, images, alpha=torch.rand(3))]
+    inputs = arguments(model, *inputs_of(model), alpha=torch.rand(3))
     # not state_dict(), which lacks buffers that are not saved
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with FakeTensorMode() as mode:
@@ -142,10 +147,9 @@ def test_on_a_gpu_that_does_not_exist(name, options):
 def test_a_step_waits_for_nothing():
     """A training step runs on the device "meta", whose tensors have no values."""
     model, inputs = build("mae").to("meta"), [x[:2].to("meta") for x in images_and_noise()]
-    task = SimpleNamespace(run=settings(accum=2, clip_grad=1), here=HERE, pieces_draw_alike=True,
-                           model_inputs=lambda *piece: piece)
-    train.train_step(model, torch.optim.AdamW(model.parameters()),
-                     torch.amp.GradScaler("cpu", enabled=False), inputs, 0, task)
+    train.train_step(settings(accum=2, clip_grad=1), HERE, model, model,
+                     torch.optim.AdamW(model.parameters()),
+                     torch.amp.GradScaler("cpu", enabled=False), inputs, 0)
     with pytest.raises(RuntimeError, match="item"):
         model.encoder.cls_token.sum().item()
 
@@ -248,7 +252,7 @@ def test_no_leak_from_masked_pixels(name, options):
         "visible patches are copied; reconstruct must predict them")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in PIXELS])
+@pytest.mark.parametrize("name", [name for name in MASKED if name not in PIXELS])
 def test_the_student_sees_only_visible_patches(name):
     """Without pixels to compare: masked patches that the encoder embeds do not change the loss."""
     model, (images, noise), seen = build(name), images_and_noise(), []
@@ -376,7 +380,8 @@ IMPOSSIBLE = {  # the message names the first one
 @pytest.mark.parametrize("name, options", [
     *[(n, options) for n in IMPOSSIBLE for options in IMPOSSIBLE[n]],
     *[(n, options) for n in METHODS
-      for options in (dict(heads=3), dict(heads=0), dict(img_size=30), dict(mask_ratio=0.99))]])
+      for options in (dict(heads=3), dict(heads=0), dict(img_size=30), dict(mask_ratio=0.99))
+      if n in MASKED or "mask_ratio" not in options]])
 def test_impossible_options(name, options):
     """The constructor refuses impossible options, the first call an impossible mask ratio."""
     argument = next(iter(options)).removeprefix("decoder_")
@@ -464,12 +469,13 @@ def test_what_finetuning_reads_is_trained(name):
         "block. Set `pool` in the class, e.g. to \"token\" if only the class token is trained")
 
 
-def draws_in_forward(model):
-    """Return whether forward draws random numbers, although it gets noise."""
-    losses = []
+def draws_numbers(model):
+    """Return whether model_inputs or forward draw random numbers, although forward gets noise."""
+    losses, (images, noise) = [], inputs_of(model)
     for seed in (0, 1):
         torch.manual_seed(seed)
-        losses.append(loss_of(model, *inputs_of(model)))
+        inputs = model.model_inputs(*arguments(model, (50 * images + 128).clamp(0, 255), noise))
+        losses.append(model(*inputs)[0])
     return losses[0] != losses[1]
 
 
@@ -489,18 +495,19 @@ def test_the_seed_is_the_run(name, pretrain, folder):
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
     model = build(name)
-    whole = not draws_in_forward(model) and not is_mean_over_images(model)
+    whole = draws_numbers(model) or not is_mean_over_images(model)
     a = pretrain(*words, name="a", own=flags(BASE[name]))
     b = pretrain(*words, "--accum", "1" if whole else "4", name="b", own=flags(BASE[name]))
     assert a["history"][-1]["loss"] < 1e3, "the loss diverges at --lr 0.1: nothing to compare"
     assert same(a["model"], b["model"], atol=1e-6), (
-        "--accum 4 changes the run: draws in forward repeat in each piece and process, or forward "
-        "updates a buffer such as a centre (do that in after_step)")
+        "--accum 4 changes the run: does forward update a buffer such as a centre? Do that in "
+        "after_step")
     assert b["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5), (
         "--accum 4 changes the logged loss: it must be a mean over images")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "after_step")])
+@pytest.mark.parametrize("name", [
+    name for name in METHODS if METHODS[name].after_step is not Method.after_step])
 def test_after_step(name, pretrain, folder, monkeypatch):
     """after_step is called after each optimizer step, with the progress, and changes something."""
     after_step, calls = METHODS[name].after_step, []
@@ -535,15 +542,17 @@ def test_init_loads_everything(name, pretrain, folder):
 
 @pytest.mark.parametrize("name", FORKS)
 def test_your_method_in_two_processes(name, pretrain, folder):
-    """Two processes train like one."""
+    """Two processes train like one, unless each draws its own numbers, or the loss compares images
+    of a batch."""
+    if draws_numbers(build(name)) or not is_mean_over_images(build(name)):
+        pytest.skip("each process draws its own numbers, or compares its own images")
     words = ["--method", name, "--data", data_for(name, folder), *TINY, *flags(BASE[name]),
              "--optimizer", "sgd", "--lr", "0.1"]
     one = pretrain(*words, name="one", own=[])
     together("train.py", *words, "--name", "two", "--device", "cpu")
     two = train.read_checkpoint("runs/two")
     assert same(one["model"], two["model"], atol=1e-5), (
-        "two processes differ from one: draws in forward repeat in each process, or a loss that "
-        "compares images must gather them (torch.distributed)")
+        "two processes differ from one: a buffer, e.g. a centre, must be updated in after_step")
 
 
 @pytest.mark.parametrize("name, tokens", [

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import torch
 import finetune
 import train
 from tests import bench, evaluate
-from tests.unit.conftest import DECODER, FIVE, ROOT, parsed, same, write_pictures
+from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
+                                 write_pictures)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
 
@@ -68,17 +70,13 @@ def test_howto(desk, monkeypatch, capsys, piece):
     shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for name in ("METHODS", "PRETRAINING", "IMG_EXTENSIONS", "read_image", "mask_noise"):
-        value = getattr(train, name)                       # what a piece replaces comes back
+    for name in ("METHODS", "IMG_EXTENSIONS", "read_image"):           # what a piece replaces comes
+        value = getattr(train, name)                                   # back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
-    for name in ("model_inputs", "evaluate"):
-        monkeypatch.setattr(train.Pretraining, name, getattr(train.Pretraining, name))
-    monkeypatch.setattr(finetune.Classifier, "forward", finetune.Classifier.forward)
-    monkeypatch.setattr(finetune, "prepare", finetune.prepare)
     for module in (train, finetune):
         main = module.main
-        monkeypatch.setattr(module, "main", lambda words, main=main: main(
-            [*train.words_of(words), "--epochs", "1", "--workers", "0", "--overwrite"]))
+        monkeypatch.setattr(module, "main", lambda words, *more, main=main: main(
+            [*train.words_of(words), "--epochs", "1", "--workers", "0", "--overwrite"], *more))
     for module in ("wandb", "tensorboard"):
         if module in piece and not find_spec(module):
             pytest.skip(f"{module} is not installed")
@@ -100,28 +98,44 @@ def test_commands_of_howto(desk, monkeypatch):
         {"train.py": train, "finetune.py": finetune}[script].main([*words, "--workers", "0"])
 
 
-def test_forks(pretrain, monkeypatch):
-    """FORKS.md's methods train and are measured, even without pixels."""
-    names, images = {"__name__": "fork"}, ["--img_size", "32"]
+def test_forks(pretrain, tune, monkeypatch):
+    """FORKS.md's methods train and are measured, even without pixels. Each is in a file of its own.
+    The averaged classifier saves the average of the weights, and resumes as if it never stopped."""
     for piece in python("FORKS.md"):
-        known = {*names}
+        names = {"__name__": "fork"}
         exec(piece, names)
-        cls, = [x for key, x in names.items() if key not in known and key.endswith("MAE")
-                and key != "MAE"]
+        cls, = [x for x in names.values() if getattr(x, "__module__", "") == "fork"]
+        if issubclass(cls, finetune.Classifier):
+            continue
         monkeypatch.setitem(train.METHODS, "fork", cls)
-        file = ["--features", str(ROOT / "tests/models/mae.pt")] * (cls.__name__ == "FeatureMAE")
-        run = pretrain("--method", "fork", *images, *file, "--overwrite", name="fork", own=DECODER)
-        assert run["history"][-1]["loss"] > 0
-        # only settings that its constructor takes are listed
-        assert ("norm_pix_loss" in run["flags"]["origin"]) == ("norm_pix_loss" in run["config"])
+        for file in [[], ["--features", str(ROOT / "tests/models/mae.pt")]]:
+            if file and cls.__name__ != "FeatureMAE":
+                continue
+            run = pretrain("--method", "fork", "--img_size", "32", *file, "--overwrite",
+                           name="fork", own=DECODER)
+            assert run["history"][-1]["loss"] > 0 and run["config"]["decoder_dim"] == 16
+            if cls.reconstruct:
+                assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
+            teacher = {name.removeprefix("teacher."): value for name, value in run["model"].items()
+                       if name.startswith("teacher.")}
+            if file:                                       # frozen, and loaded from its file
+                assert same(teacher, train.load_encoder(file[1]).state_dict())
+                assert train.load_model("runs/fork").teacher.dim == 64
+            elif teacher:
+                assert not torch.equal(teacher["cls_token"], run["model"]["encoder.cls_token"])
         bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
-        if cls.reconstruct:
-            assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
-        teacher = {name.removeprefix("teacher."): value for name, value in run["model"].items()
-                   if name.startswith("teacher.")}
-        if file:                                           # frozen, and loaded from its file
-            assert same(teacher, train.load_encoder(file[1]).state_dict())
-            assert train.load_model("runs/fork").teacher.dim == 64
+    words = ["--epochs", "3", "--decay", "0.5"]
+    main = partial(finetune.main, classifier=cls)
+    monkeypatch.setattr(finetune, "main", main)
+    whole, row = tune(*words, name="whole")
+    with stopping_after_two(monkeypatch):
+        tune(*words, name="part")
+    part, _ = tune(*words, "--resume", name="part")
+    assert same(whole["model"], part["model"])
+    assert main("--mode eval --checkpoint runs/whole --workers 0") == {"top1": row["top1"]}
+    model = train.load_model("runs/whole", {"classifier": cls})
+    images = torch.rand(2, 3, *model.encoder.img_size)
+    assert not torch.equal(model.logits(images), model.live.logits(images))
 
 
 def test_a_method_needs_only_its_file_and_vit():
@@ -183,7 +197,9 @@ def test_commands_of_the_readme():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands(page, monkeypatch):
     """Commands of both scripts parse, also with a method of one's own; programs are there."""
-    monkeypatch.setitem(train.METHODS, "yours", train.MAE)
+    names = {}
+    exec(python("FORKS.md")[0], names)
+    monkeypatch.setitem(train.METHODS, "yours", names["YoursMAE"])
     for script, *words in commands(page):
         parsed(script, words)
     for program in re.findall(r"python -m (tests\.\w+)", page.read_text(encoding="utf-8")):

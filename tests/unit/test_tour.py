@@ -261,8 +261,8 @@ from mae import MAE
 
 class Flipped(MAE):
     """A fork."""
-    mean, std, pairs = (0.5,), (0.5,), "views"
-    reconstruct = property()                               # raises AttributeError: there is none
+    mean, std, crops = (0.5,), (0.5,), 2
+    reconstruct = None
 
     def forward(self, images, noise=None, views=None):
         """Docstring (A.1)."""

@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Optional
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from tests.unit.conftest import (DECODER, HERE, ROOT, TINY, ended, fork, parsed,
                                  together, write_pictures)
 from tests.unit.golden import load
 from tests.unit.test_methods import BASE, build, flags, images_and_noise
-from vit import denormalize, from_released, pair, patchify
+from vit import InputError, Method, denormalize, from_released, pair, patchify
 
 
 def log(name="mae"):
@@ -63,9 +64,9 @@ def test_train_images(folder, spy, side):
     again, *_ = train.open_data(
         str(folder), HERE._replace(workers=2), (side, side), train_images=10)
     assert len(val.labels) == 11 and len(part.labels.unique()) == len(part.classes) == 2
-    part.transform = again.transform = lambda image: image
-    images = torch.stack([part[0, i][0] for i in range(10)])
-    assert torch.equal(images, torch.stack([again[0, i][0] for i in range(10)]))
+    images, again = (torch.stack([split[0, i][0] for i in range(10)]) for split in (
+        train.Transformed(data, lambda image: image) for data in (part, again)))
+    assert torch.equal(images, again)
     assert len(images.unique(dim=0)) == len(part.images) == 10
     assert torch.equal(images.float().mean((2, 3)).argmax(1), 2 * part.labels)     # red or blue
 
@@ -144,29 +145,31 @@ def test_files(tmp_path):
     assert size == (8, 16) and split.images.dtype.kind == "S"          # an array, not a list
     whole = train.read_image(os.fsdecode(val.images[3]))
     whole = v2.functional.resize(whole, (8, 16), Image.BICUBIC)
-    assert torch.equal(val[0, 3][0], whole)
-    split.transform = train.crop_transform(size, settings(crop=0.5, flip=True))
-    ForkingPickler.dumps(split)                            # for workers that are spawned
+    ids, images, _ = map(torch.cat, zip(*train.val_batches(val, HERE, size)))
+    assert len(images) == 200 and torch.equal(images[ids.tolist().index(3)], whole)
+    transform = train.crop_transform(size, settings(crop=0.5, flip=True))
+    ForkingPickler.dumps(train.Transformed(split, transform))          # for spawned workers
     order = torch.randperm(200)
 
     def draw(workers):
-        keys = train.keys_of(order, 1).split(150)
-        return [*train.load_images(split, keys, HERE._replace(workers=workers))]
+        keys, here = train.keys_of(order, 1).split(150), HERE._replace(workers=workers)
+        return [*train.load_images(split, keys, 150, here, transform)]
     (first, labels), (rest, _) = draw(workers=0)
     assert first.shape == (150, 3, 8, 16) and rest.shape == (50, 3, 8, 16)
     assert first.dtype == torch.uint8 and torch.equal(labels, split.labels[order[:150]])
-    assert torch.equal(first[149], split[1, order[149].item()][0])
+    assert torch.equal(first[149], train.Transformed(split, transform)[1, order[149].item()][0])
     (again, _), (more, _) = draw(workers=2)
     assert torch.equal(again, first) and torch.equal(more, rest)
     assert not multiprocessing.active_children()
 
 
-def test_workers_live_across_epochs(pretrain, spy):
+def test_workers_live_across_epochs(pretrain, spy, monkeypatch):
     """The same workers read the training images of all epochs, no more of them than there are
-    pieces to read. Without them, the run is the same."""
+    whole pieces to read. Without them, the run is the same."""
     read = spy(train, "DataLoader", lambda data, num_workers, **_: (len(data.images), num_workers))
+    monkeypatch.setattr(train, "CHUNK", 16)
     runs = [pretrain("--img_size", "8", "--workers", n, name=n) for n in "03"]
-    assert read == [(40, 0), *2 * [(11, 0)], (40, 1), *2 * [(11, 1)]]
+    assert read == [(40, 0), *2 * [(11, 0)], (40, 2), *2 * [(11, 0)]]
     assert same(*(run["model"] for run in runs))
     assert not multiprocessing.active_children()
 
@@ -199,12 +202,12 @@ def test_images_are_seen_alike(tmp_path, pretrain, spy, monkeypatch, img_size):
     image[:, :15, 0], image[:, 15:45, 1], image[:, 45:, 2] = 255, 255, 255     # red, green, blue
     for i in range(200):
         Image.fromarray(image).save(tmp_path / f"{i}.png")
-    seen = spy(train, "normalize", lambda images, model: images.float().mean((0, 2, 3)))
+    seen = spy(MAE, "model_inputs", lambda self, images, *_: images.float().mean((0, 2, 3)))
     for memory in (train.MEMORY, 0):
         monkeypatch.setattr(train, "MEMORY", memory)
         pretrain("--data", tmp_path, "--img_size", img_size, "--batch_size", "150", "--epochs", "1",
                  "--warmup_epochs", "0", name=str(memory))
-    (kept, _), (read, _) = seen[:2], seen[-2:]
+    kept, read = seen
     assert torch.allclose(kept, read, atol=6) and kept.min() > 20
 
 
@@ -346,11 +349,10 @@ def test_saving_is_not_evaluating(pretrain, spy, monkeypatch):
     assert (log()[0]["wait"], log()[0]["img_s"]) == (0.455, 1.2)
 
 
-def keys(n, epoch, seed=0, pairs=None, batch_size=4):
+def keys(n, epoch, seed=0, model=Method(), batch_size=4):
     """Return the keys (steps * b, 2) of an epoch on n images."""
-    task = SimpleNamespace(run=settings(seed=seed, batch_size=batch_size), here=HERE, pairs=pairs,
-                           data=train.ImageDataset([""] * n, [0] * n, []))
-    return torch.cat([*train.draw_keys(task, [epoch])])
+    run = settings(seed=seed, batch_size=batch_size, same_class=None)
+    return torch.cat([*train.draw_keys(run, HERE, model, torch.zeros(n), [epoch])])
 
 
 def test_order_of_images(folder):
@@ -365,9 +367,11 @@ def test_order_of_images(folder):
     assert torch.equal(a, b) and len(a) == 6 and min(a) < 6 <= max(a)  # of both classes
     # images and their partners are cropped with different seeds, in each epoch with new ones
     seeds = [x for epoch in (0, 1)
-             for x in keys(8, epoch, batch_size=8, pairs="images")[:, 0].chunk(2)]
+             for x in keys(8, epoch, model=build("imae"), batch_size=8)[:, 0].chunk(2)]
     assert [len(x.unique()) for x in seeds] == [1] * 4 and len(torch.cat(seeds).unique()) == 4
-    assert torch.equal(*keys(8, 0, batch_size=8, pairs="views")[:, 1].chunk(2))    # two crops
+    views = Method()
+    views.crops = 2
+    assert torch.equal(*keys(8, 0, model=views, batch_size=8)[:, 1].chunk(2))
 
 
 @pytest.mark.parametrize("words", ["", "--amp fp16", "--accum 2"])
@@ -381,14 +385,20 @@ def test_clipping(pretrain, words):
 
 
 def test_random_numbers_of_pieces_and_processes(spy):
-    """In fine-tuning, pieces and processes draw numbers of their own, e.g. for drop path."""
-    seeds, weight = spy(torch, "manual_seed", lambda seed: seed), torch.zeros(1, requires_grad=True)
+    """In forward, pieces and processes draw numbers of their own, e.g. for drop path; not MINR's
+    pixels."""
+    drawn, weight = [], torch.zeros(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], 1), torch.amp.GradScaler(enabled=False)
-    for rank in range(2):
-        task = SimpleNamespace(run=settings(accum=2), here=HERE._replace(rank=rank),
-                               pieces_draw_alike=False, model_inputs=lambda x: [x])
-        train.train_step(lambda x: (weight.sum(), {}), optimizer, scaler, [torch.zeros(4)], 5, task)
-    assert len(seeds) == len({*seeds}) == 4
+
+    def forward(images):
+        drawn.append(torch.rand(()).item())
+        return weight.sum(), {}
+    for model, different in ((build("mae"), 4), (build("minr"), 1)):
+        for rank in range(2):
+            train.train_step(settings(accum=2), HERE._replace(rank=rank), model, forward, optimizer,
+                             scaler, [torch.zeros(4)], 5)
+        assert len(drawn) == 4 and len({*drawn}) == different
+        drawn.clear()
 
 
 def test_weight_decay_is_not_of_biases_and_norms(pretrain):
@@ -396,7 +406,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     decays = [group["weight_decay"] for group in run["optimizer"]["param_groups"]]
     model = train.load_model("runs/mae")
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    groups = train.Pretraining.parameter_groups(SimpleNamespace(model=model, run=settings()))
+    groups = model.parameter_groups(settings())
     groups = [[trained.pop(p) for p in group["params"]] for group in groups]
     assert decays == [0.5, 0] and not trained              # each is in one of the groups
     exempt = "bias", "norm.weight", "norm1.weight", "norm2.weight"
@@ -502,13 +512,38 @@ def test_help(main, words, capsys):
 
 
 def test_flags_of_a_fork(monkeypatch):
-    """A str argument can be any text, a tuple also a word."""
+    """Flags have the types of annotations and defaults as people write them. A class has its
+    parents' flags, unless its constructor does not pass on **kwargs; the same names are its own.
+    A class without vit.Method is told to inherit it."""
     class Fork(MAE):
-        def __init__(self, *sizes, features="dino", blocks: tuple = "all"):
-            pass
+        """A fork.
+
+        Args:
+            layer: which one
+        """
+        def __init__(self, *args, features="dino", blocks: tuple = "all", sigma: float | None = None,
+                     scales=[1, 2], layer=-1, rate: "float" = 1, sides: list[int] = (), any=None,
+                     decoder_depth=3, **kwargs):
+            super().__init__(*args, decoder_depth=decoder_depth, **kwargs)
+
+    class Alone(Fork):
+        def __init__(self, *sizes, factor: Optional[int] = None):
+            super().__init__(*sizes)
     monkeypatch.setitem(train.METHODS, "fork", Fork)
-    found = parsed("train.py", "--method fork --features dino-v2/x.pt --blocks 3,5")
-    assert (found.features, found.blocks) == ("dino-v2/x.pt", (3, 5))
+    monkeypatch.setitem(train.METHODS, "alone", Alone)
+    monkeypatch.setitem(train.METHODS, "bare", torch.nn.Module)
+    found = vars(parsed("train.py", "--method fork --features dino-v2/x.pt --blocks 3,5 --sigma 2 "
+                        "--scales 3 --layer -2 --rate 0.5 --sides 4,6 --any 0.5,a --decoder_dim 8"))
+    wanted = dict(features="dino-v2/x.pt", blocks=(3, 5), sigma=2.0, scales=(3,), layer=-2,
+                  rate=0.5, sides=(4, 6), any="0.5,a", decoder_dim=8)
+    assert {name: found[name] for name in wanted} == wanted
+    own, flags = train.arguments_of(Fork)
+    assert own["decoder_depth"] == 3 and {*MAE.__init__.__kwdefaults__} < {*own}
+    assert flags["layer"][1] == "which one" and "Table 1b" in flags["decoder_dim"][1]
+    assert train.arguments_of(Alone)[0] == {"factor": None}
+    assert parsed("train.py", "--method alone --factor 3").factor == 3
+    with pytest.raises(InputError, match="--method bare: class Module must inherit from vit.Method"):
+        train.main("--method bare")
 
 
 def test_paths(monkeypatch):
@@ -682,7 +717,7 @@ def test_init_keeps_what_the_file_knows(pretrain):
 def test_validation_is_as_training(pretrain, tune, spy):
     """Validation also runs in mixed precision, but in eval mode. In training, each piece of --accum
     is normalised by itself."""
-    pieces = spy(train, "normalize", lambda images, model: (len(images), model.training))
+    pieces = spy(MAE, "model_inputs", lambda self, *piece: (len(piece[0]), self.training))
     for cls, name, run in ((MAE, "reconstruct", pretrain), (finetune.Classifier, "logits", tune)):
         seen = spy(cls, name, lambda self, images, *_, **__: (
             torch.is_autocast_enabled("cpu"), len(images), self.training))
@@ -690,7 +725,7 @@ def test_validation_is_as_training(pretrain, tune, spy):
         run("--accum", "2", "--amp", "bf16", name=name)    # TINY: 2 epochs, --batch_size 8
         assert {*seen} - {(True, 4, True), (True, 8, False)} == {(True, 11, False)}
         assert modes == [True] * 20                        # also after the first validation
-    assert {*pieces} == {(4, True), (11, False)}
+    assert {*pieces} == {(4, True)}
 
 
 @pytest.mark.parametrize("method", ["mae", "minr"])        # one normalises images, one does not
