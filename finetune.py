@@ -46,25 +46,27 @@ def prepare(flags, here, cls, folder=None):
     the model and both data sets."""
     start = train.NO_CHECKPOINT
     if flags.checkpoint:
-        start = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part or "encoder")
+        start = train.read_checkpoint(flags.checkpoint, flags.heads)
     name = flags.data or start["flags"].get("data", "shapes")
     img_size = flags.img_size or start["config"].get("img_size")
     data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
     require(len(data.classes) > 1, f"--data {name} needs at least two classes, each with a folder "
                                    f"in train/ and in val/")
+    differ = sorted({*data.classes} ^ {*val.classes})[:5]
+    require(data.classes == val.classes, f"--data {name}: classes differ between train and val: "
+                                         f"{differ or 'in their order'}")
+    if start.get("classes", data.classes) != data.classes:             # the head is for others
+        start["model"] = {k: x for k, x in start["model"].items() if not k.startswith("head.")}
     data = keep_labels(data, flags.labels, flags.seed)
     sizes = train.encoder_sizes(flags, img_size, start["config"])
-    recipe, low_res = RECIPES.get(flags.mode, ({}, {}))
     probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(start["model"])
     method = train.METHODS.get(start["method"])            # a fork's class may set pool
     own, _ = train.arguments_of(cls)
     own["pool"] = (start["config"].get("pool") or getattr(method, "pool", None)
                    or default_pool(extra_tokens, sizes["dim"]))
+    images = len(data.labels), len(val.labels[:flags.eval_images])
     run = train.settle(
-        flags, sizes, recipe, low_res, len(data.labels), own=own,
-        width_power=1.5 if flags.mode == "scratch" else 0.0,           # tests/docs/RECIPE.md
-        # with few labels, validate less often
-        least_eval_every=round(len(val.labels[:flags.eval_images]) / len(data.labels)),
+        flags, sizes, *RECIPES.get(flags.mode, ({}, {})), *images, own=own,
         fixed=dict(classes=len(data.classes), probe=probe, extra_tokens=extra_tokens,
                    norm=probe and "encoder.norm.weight" in start["model"],
                    mean=start["mean"], std=start["std"]), data=name, folder=folder)
@@ -161,6 +163,8 @@ class Classifier(Method):
                  std=IMAGENET_STD, *, pool="mean", drop_path=0.0, smoothing=0.0, mixup=0.0,
                  cutmix=0.0, mix_ratio=0.0):
         super().__init__()
+        require(not mix_ratio or not (mixup or cutmix), f"--mix_ratio {mix_ratio} needs --mixup 0 "
+                                                        f"--cutmix 0")
         self.classes, self.pool, self.probe, self.smoothing = classes, pool, probe, smoothing
         self.mean, self.std, self.mix_ratio = tuple(mean), tuple(std), mix_ratio
         self.mixers = [kind(alpha=alpha, num_classes=classes) for kind, alpha in
@@ -202,6 +206,8 @@ class Classifier(Method):
 
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
+        require(not images.is_floating_point() or images.amax() > 1, "images must be in [0, 255], "
+                "e.g. uint8, not in [0, 1]")
         return self.eval().logits(normalize(images, self))
 
     def parameter_groups(self, run):
@@ -222,7 +228,7 @@ class Classifier(Method):
         return v2.RandomChoice(self.mixers)(images, labels) if self.mixers else (images, labels)
 
     def scores(self, data, val, here, run):
-        """Return the accuracies on validation images."""
+        """Return the scores of evaluate."""
         if here.world > 1:
             for buffer in self.buffers():                  # BatchNorm: all use rank 0's statistics
                 dist.broadcast(buffer, 0)
@@ -251,19 +257,20 @@ PLAIN = dict(randaug=0, erasing=0.0, mixup=0.0, cutmix=0.0, drop_path=0.0)  # of
 LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=4096, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
-# ours, chosen on micro; for images below 128 pixels they replace parts of the above
-LOW_RES = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-LOW_RES_TUNED = dict(LOW_RES, batch_size=64, lr=2e-3, crop=0.85)  # tests/docs/RECIPE.md
-RECIPES = {  # for each mode: the recipe, and what replaces parts of it, see train.settle
-    "finetune": (FINETUNE, dict(LOW_RES_TUNED, layer_decay=0.9)), "linear": (LINEAR, LOW_RES),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), LOW_RES_TUNED)}  # item 8
+# ours: what --recipe small replaces of the above, see tests/docs/RECIPE.md and train.derive
+SMALL_LINEAR = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
+SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85, for_images=10_000)
+RECIPES = {  # for each mode: the paper's recipe and the small one
+    "finetune": (FINETUNE, dict(SMALL, layer_decay=0.9)), "linear": (LINEAR, SMALL_LINEAR),
+    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, width_power=1.5))}  # item 8
 
 
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(score, val, here, img_size, most=None):
-    """Return the accuracies {"top1", "top5"} on val in %. With fewer than six classes, there is
-    no top5. score(images) returns scores (b,classes)."""
+    """Return scores on val in %: the accuracies top1 and, with six classes or more, top5; top1's
+    standard_error for this many images; and the share of the largest_class, i.e. the accuracy of
+    always answering it. score(images) returns scores (b,classes)."""
     ranks = (1, 5) if len(val.classes) > 5 else (1,)
     sums, n = {f"top{k}": 0 for k in ranks}, 0             # a process without images reports zeros
     for _, images, labels in train.val_batches(val, here, img_size, most):
@@ -273,15 +280,17 @@ def evaluate(score, val, here, img_size, most=None):
         for k in ranks:
             sums[f"top{k}"] += 100 * right[:, :k].sum()
         n += len(images)
-    return here.mean_over_processes(sums, n)
+    row = here.mean_over_processes(sums, n)
+    every = val.labels[train.random_order(len(val.labels))[:most]]     # of all processes
+    return {**row, "standard_error": (row["top1"] * (100 - row["top1"]) / len(every)) ** 0.5,
+            "largest_class": 100 * every.bincount().max().item() / len(every)}
 
 
 def as_text(row, val, name, most):
     """Return the accuracies in words, and what a constant reaches: the largest class's share."""
-    labels = val.labels[train.random_order(len(val.labels))[:most]]
-    share = 100 * labels.bincount().max().item() / len(labels)
-    scores = ", ".join(f"{score} {value:.2f}" for score, value in row.items())
-    return f"{scores}, on {len(labels)} images of {name}; largest class {share:.2f} %"
+    scores = ", ".join(f"{score} {row[score]:.2f}" for score in ("top1", "top5") if score in row)
+    n, share = len(val.labels[:most]), row["largest_class"]
+    return f"{scores}, on {n} images of {name}; largest class {share:.2f} %"
 
 
 @torch.no_grad()
@@ -337,7 +346,6 @@ def evaluate_checkpoint(flags, cls):
 
 # ------------------------------------------------------------------------------- the command line
 FEATURES = {  # flags, as in train.py
-    "part": (str, "part of the checkpoint to evaluate, e.g. teacher; default: encoder"),
     "pool": (("mean", "token", "extra", "joined"), "mean: of the patch tokens (default); token: "
              "class token; extra: mean of MINR's weight tokens; joined: all of these (default for "
              "MINR, up to 5000 features) or, without any, all patch tokens as one vector")}
@@ -382,9 +390,9 @@ def main(argv=None, classifier=Classifier):
         option("--k", type=count, default=20, help="number of neighbours (20)")
     if mode != "knn":
         train.add_flags(parser, "run", train.RUN)
-        recipe, low_res = RECIPES[mode]
+        recipe, small = RECIPES[mode]
         flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
-        train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, low_res)
+        train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, small)
     own, flags = train.arguments_of(classifier)
     known, _ = train.arguments_of(Classifier)              # these have flags already
     flags = {name: flags[name] for name in flags if name not in known}

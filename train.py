@@ -2,20 +2,17 @@
 
 Start at the top. `pretrain` claims a run's folder, opens the data and chooses all settings, and
 `fit` trains: its two loops, over epochs and over steps, fit on one page. The other sections are:
-settings, evaluation, data, checkpoints, processes, command line.
+settings, evaluation, data, checkpoints, processes, command line. finetune.py uses the same loop.
 
-Three records describe a run: `flags` is the command line with DEFAULTS, `run` holds every setting,
-which `settle` chooses and nothing can change, and `here` is this process and its device.
+`flags` is the command line with DEFAULTS; `run`, which is read-only, holds every setting, as chosen
+by `settle`; `here` is this process and its device. A method is a vit.Method (tests/docs/FORKS.md).
 
 Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
 and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
-(seed, epoch, image). Resuming needs no saved random state. finetune.py uses the same loop.
-
-A method is a class like those in METHODS. tests/docs/FORKS.md lists what it must have.
+(seed, epoch, image). Resuming needs no saved random state.
 """
 
 import argparse
-import ast
 import inspect
 import json
 import math
@@ -40,25 +37,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, make_dataset
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossBlock, CrossMAE
+from crossmae import CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE, teacher_state
 from mae import MAE
 from minr import MINR
-from vit import (SIZES, Block, InputError, Method, ViT, count_extra_tokens, denormalize,
-                 from_released, grid_of, mask_noise, normalize, pair, require, sizes_of, transfer)
+from vit import (SIZES, InputError, Method, denormalize, from_released, grid_of, mask_noise,
+                 normalize, pair, require, sizes_of, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
 OPTIMIZERS = {  # functions of the parameter groups and a run's settings
     "adamw": lambda groups, run: torch.optim.AdamW(groups, run.lr, run.betas, fused=True),
     "adam": lambda groups, run: torch.optim.Adam(groups, run.lr, run.betas, fused=True),
     "sgd": lambda groups, run: torch.optim.SGD(groups, run.lr, momentum=0.9, fused=True)}
+SHOWN = ("loss", "psnr_masked", "psnr_mean_colour", "top1", "largest_class", "img_s")
 NO_CHECKPOINT = dict(method=None, config={}, flags={}, model={}, mean=MAE.mean, std=MAE.std)
 
 
@@ -73,35 +70,35 @@ def pretrain(flags):
             teacher = read_checkpoint(flags.teacher)       # --heads is for the encoder
             fixed["teacher"] = {x: teacher["config"][x] for x in ("dim", "depth", "heads")}
         size = flags.img_size or start["config"].get("img_size")
-        data, val, img_size = open_data(flags.data, here, size, train_images=flags.train_images)
-        run, model = build(flags, here, img_size, len(data.labels), start, fixed, folder)
+        data, val, size = open_data(flags.data, here, size, train_images=flags.train_images)
+        images = len(data.labels), len(val.labels[:flags.eval_images])
+        run, model = build(flags, here, size, *images, start, fixed, folder)
         if flags.init:
             initialize(model, start)
         if flags.teacher:                                  # replaces one in the --init file
             model.teacher.load_state_dict(teacher_state(teacher, run.config))
             print(f"teacher {flags.teacher}")
-        transform = None if data.in_memory else crop_transform(img_size, run)
+        transform = None if data.in_memory else crop_transform(size, run)
         return fit(run, here, model, data, val, transform)
 
 
-def build(flags, here, img_size, images, start=NO_CHECKPOINT, fixed={}, folder=None):
-    """Choose the settings of a run of --method, build its model, and return both. Defaults are the
-    sizes of the checkpoint `start` and, if it is of the same method, its other arguments."""
+def build(flags, here, img_size, images, val_images=0, start=NO_CHECKPOINT, fixed={}, folder=None):
+    """Return the settings of a run of --method, and its model. Defaults are the sizes of the
+    checkpoint `start` and, if it is of the same method, its other arguments."""
     cls, config = METHODS[flags.method], start["config"]
     own, _ = arguments_of(cls)
-    low_res = {name: cls.low_res_config[name] for name in own if name in cls.low_res_config}
+    small = {name: cls.small_config[name] for name in own if name in cls.small_config}
     init = config if start["method"] == flags.method else {}
     sizes = encoder_sizes(flags, img_size, {**config, "in_chans": len(cls.mean)})
-    run = settle(flags, sizes, cls.recipe, {**low_res, **cls.low_res_recipe}, images, cls.lr_scale,
-                 own=own, init=init, fixed=fixed, folder=folder)
+    run = settle(flags, sizes, cls.recipe, {**small, **cls.small_recipe}, images, val_images,
+                 cls.lr_scale, own=own, init=init, fixed=fixed, folder=folder)
     torch.manual_seed(run.seed)
     return run, cls(**run.config).to(here.device)
 
 
 def fit(run, here, model, data, val, transform=None):
-    """Train `model`, a vit.Method, for --epochs epochs, or the rest of them with --resume. Returns
-    the last row of log.jsonl. Workers apply `transform` to each image, e.g. crop_transform's.
-    Without one, images must be in memory, and crop_batch crops them."""
+    """Train `model`, a vit.Method, for the rest of --epochs, and return the last row of log.jsonl.
+    Workers apply `transform` to images; without one, they must be in memory, see crop_batch."""
     n, img_size, grid = len(data.labels), model.encoder.img_size, model.encoder.grid
     require(run.batch_size <= n and run.batch_size % (here.world * run.accum) == 0,
             f"--batch_size {run.batch_size} must be at most {n} (training images) and "
@@ -111,22 +108,19 @@ def fit(run, here, model, data, val, transform=None):
     optimizer = OPTIMIZERS[run.optimizer](model.parameter_groups(run), run)
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
     describe(run, here, model, data, val, steps)
-    history = resume(run, model, data, optimizer, scaler) if run.resume else []
-    net, saved_at = wrap(model, run, here), time.perf_counter()
-    lr, first = 0.0, history[-1]["epoch"] + 1 if history else min(1, run.epochs)
+    history = resume(run, here, model, data, optimizer, scaler)
+    net, began = wrap(model, run, here), time.perf_counter()
+    lr, first, saved_at = 0.0, history[-1]["epoch"] + 1 if history else min(1, run.epochs), began
     epochs = range(first, run.epochs + 1)
     keys = draw_keys(run, here, model, data.labels, epochs)
     batches = load_images(data, keys, own_batch * model.crops, here, transform)
+    bar = here.progress(None, "training", total=steps * run.epochs, initial=steps * (first - 1),
+                        unit="img", unit_scale=run.batch_size)
     for epoch in epochs:
         net.train()
-        sums, waited, began = {}, 0.0, time.perf_counter()
-        bar = here.progress(range(1, steps + 1), f"epoch {epoch}/{run.epochs}",
-                            unit="img", unit_scale=run.batch_size)
-        for step in bar:
-            start = time.perf_counter()
+        sums, epoch_began = {}, time.perf_counter()
+        for step in range(1, steps + 1):
             images, labels = next(batches)
-            waited += time.perf_counter() - start
-
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
@@ -141,17 +135,17 @@ def fit(run, here, model, data, val, transform=None):
             metrics = train_step(run, here, model, net, optimizer, scaler, batch, seed + 1)
             model.after_step((epoch - 1 + step / steps) / run.epochs)
 
+            bar.update()
             sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
             if step % 20 == 0 or step == steps:
                 loss = metrics["loss"].item()              # the only host-device sync
                 # in fp16, the scaler skips steps that overflow and halves its scale, at worst to 1
                 require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at "
                         f"epoch {epoch}, step {step}: use --clip_grad or a lower --lr")
-                bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}", refresh=False)
-        seconds = time.perf_counter() - began
+                bar.set_postfix_str(f"epoch {epoch}, loss {loss:.4f}, lr {lr:.1e}", refresh=False)
+        images_per_second = steps * run.batch_size / (time.perf_counter() - epoch_began)
         row = {"epoch": epoch, "lr": lr, **here.mean_over_processes(sums, steps),
-               "wait": round(waited / seconds, 3),
-               "img_s": round(steps * run.batch_size / seconds, 1)}
+               "img_s": round(images_per_second, 1)}
         history.append(row)
         validate = epoch % run.eval_every == 0 or epoch == run.epochs
         keep, columns = run.keep_every and epoch % run.keep_every == 0, None
@@ -161,20 +155,21 @@ def fit(run, here, model, data, val, transform=None):
         if validate or keep or time.perf_counter() - saved_at > 60:
             save_run(run, here, model, data, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
-        shown = ("loss", "psnr_masked", "top1", "img_s", "wait")
-        print(f"epoch {epoch}:", ", ".join(f"{x} {row[x]:.4g}" for x in shown if x in row))
+        if validate:
+            said = [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
+            bar.write(f"epoch {epoch}: {', '.join(said)}")
+    bar.close()
+    print(f"done    in {(time.perf_counter() - began) / 60:.1f} minutes")
     if here.rank == 0:
         with suppress(ImportError, InputError):            # a copy without tests/; an empty log
-            from tests.curves import draw_run              # only here: tests import train
-            draw_run(run.folder)
-    print("see    ", *sorted(run.folder.glob("*.*")))
+            from tests.curves import conclude              # only here: tests import train
+            conclude(run)
     return history[-1]
 
 
 def train_step(run, here, model, net, optimizer, scaler, batch, seed):
-    """Take an optimizer step, in --accum pieces, with `batch` from model.draw_batch. `net` is the
-    model as returned by wrap. Returns metrics {name: value} on the device. Never synchronises host
-    and device."""
+    """Take an optimizer step, in --accum pieces, with `batch` from model.draw_batch and `net` from
+    wrap. Returns metrics {name: value} on the device, without waiting for it."""
     metrics = {}
     for i in range(run.accum):
         piece = [x.chunk(run.accum)[i] if x.ndim else x for x in batch]    # a scalar: i-MAE's alpha
@@ -198,9 +193,8 @@ def train_step(run, here, model, net, optimizer, scaler, batch, seed):
 
 
 def draw_keys(run, here, model, labels, epochs):
-    """Yield, for each step of `epochs` (1, 2, ...), the keys (b,2) of this process's images. A key
-    is a crop seed and an image's index. If a step needs several crops, those of the first come
-    first, and each has its own seed."""
+    """Yield the keys (b,2) of this process's images for each step of `epochs` (1, 2, ...). A key is
+    a crop seed, which differs between the crops of an image, and an image's index."""
     for epoch in epochs:
         seed = hash((run.seed, epoch - 1))
         g = torch.Generator().manual_seed(seed)
@@ -224,15 +218,10 @@ def learning_rate(t, run):
 
 
 def wrap(model, run, here):
-    """Add gradient checkpointing, DistributedDataParallel and torch.compile, as requested."""
-    if run.grad_checkpointing:
-        for module in model.modules():
-            if isinstance(module, (Block, CrossBlock)):
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    """Add DistributedDataParallel and torch.compile, as requested."""
     if here.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if run.compile:
-        torch._dynamo.config.optimize_ddp = not run.grad_checkpointing
         # CUDA graphs save small models the time of launching kernels. But they reuse memory, where
         # a second piece of --accum would overwrite the first one's gradients
         graphs = here.device.type == "cuda" and here.world == 1 and run.accum == 1
@@ -242,14 +231,10 @@ def wrap(model, run, here):
 
 def describe(run, here, model, data, val, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
-    encoder = model.encoder
+    encoder, val_images = model.encoder, len(val.labels[:run.eval_images])
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    labels = val.labels[random_order(len(val.labels))[:run.eval_images]]
-    share = 100 * labels.unique(return_counts=True)[1].max() / len(labels)
-    print(f"data    {run.data}: {run.images} train, {len(labels)} val"
-          f"{f' (largest class {share:.1f} %)' if val.classes else ''}, {encoder.img_size} "
-          f"pixels in patches of {encoder.patch_size}, "
-          f"in {'memory' if data.in_memory else 'files'}")
+    print(f"data    {run.data}: {run.images} train, {val_images} val, {encoder.img_size} pixels in "
+          f"patches of {encoder.patch_size}, in {'memory' if data.in_memory else 'files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -259,60 +244,66 @@ def describe(run, here, model, data, val, steps):
 
 
 # --------------------------------------------------------------------------------------- settings
-def settle(flags, sizes, recipe, low_res, images, lr_scale=1.0, width_power=0.5, own={}, init={},
-           fixed={}, least_eval_every=1, **facts):
-    """Return all settings of a run, in a record that nothing can change. `run.config` holds the
-    constructor's arguments: sizes, own and fixed. Settings of the recipe and of the method (`own`)
-    come from the last layer that has them, which `run.origin` names. The low_res layer's lr is for
-    micro: for other encoders, it is divided by (width / 64) ** width_power."""
-    relative_width = sizes["dim"] / SIZES["micro"]["dim"]
-    if max(sizes["img_size"]) >= 128 and relative_width > 1:
-        low_res = {}
-    if "lr" in low_res:
-        low_res = {**low_res, "lr": low_res["lr"] / relative_width ** width_power}
+def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={}, init={}, fixed={},
+           **facts):
+    """Return all settings of a run, in a record that nothing can change. Those of the recipe and of
+    the method (`own`) come from the last layer that has them, which run.origin names. run.config
+    holds the constructor's arguments: sizes, own and fixed. The recipe `small` replaces parts of
+    `paper`, by default for encoders narrower than base."""
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
-    layers = {"default": own,              # arguments of the method
-              "recipe": recipe,            # how to train
-              "low_res": low_res,          # for small images, or an encoder no wider than micro
+    wide = sizes["dim"] >= SIZES["base"]["dim"]
+    if chosen.get("recipe", "paper" if wide else "small") == "paper":
+        small = {}
+    if "lr" in small:                                      # for the width of micro
+        relative_width = sizes["dim"] / SIZES["micro"]["dim"]
+        small = {**small, "lr": small["lr"] / relative_width ** small.get("width_power", 0)}
+    layers = {"default": own, "paper": paper, "small": small,
               "init": {name: init[name] for name in own if name in init},      # of the --init file
               "flags": chosen}
     values = {**vars(flags), "min_lr": 0.0}
     for layer in layers.values():
         values.update(layer)
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
-    if recipe:                                             # not for nearest neighbours
+    if paper:                                              # not for nearest neighbours
         scale = lr_scale(**config) if callable(lr_scale) else lr_scale         # CrossMAE A.6
-        layers["derived"] = derive({**recipe, **low_res}, chosen, images, scale, least_eval_every)
+        recipe = {**paper, **small}
+        layers["derived"] = derive(recipe, chosen, images, val_images, scale)
         values.update(layers["derived"])
+        warmup, epochs, lr, least = (values[x] for x in ("warmup_epochs", "epochs", "lr", "min_lr"))
+        require(warmup < epochs or not epochs, f"--warmup_epochs {warmup} leave nothing of {epochs} "
+                                               f"--epochs")
+        require(least <= lr, f"--min_lr {least} must be at most the learning rate, {lr}")
     origin = {name: source for source, layer in layers.items() for name in layer
-              if name in {*own, *recipe, "lr", "min_lr"}}
+              if name in {*own, *paper, "lr", "min_lr"}}
     values.update(**sizes, **facts, images=images, config=config, origin=origin)
     return namedtuple("Settings", values)(**values)
 
 
-def derive(recipe, chosen, images, lr_scale, least_eval_every):
-    """Return the settings that depend on others, except for those that flags have `chosen`:
+def derive(recipe, chosen, images, val_images, lr_scale):
+    """Return the settings that depend on others, without those in `chosen` (tests/docs/RECIPE.md):
         batch_size: the recipe's or, if lower, the largest power of two up to a tenth of the images
-        lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) for the
-            recipe's batch and larger ones. For smaller ones, it falls with the batch's fourth root
-            down to the default batch, and below in proportion. With SGD, always in proportion
-        warmup_epochs: shorter with fewer epochs than in the recipe, in proportion
-        eval_every: so that a run has fewer than 100 validations
+        epochs: the recipe's, times for_images / images if there are fewer, up to 50 times
+        warmup_epochs: the recipe's fraction of its epochs, but not more with more --epochs
+        lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) from the
+            recipe's batch on; AdamW's falls below with the fourth root, down to the default batch
+        eval_every: so that a run validates at most 100 times, on fewer images than it trains on
     """
-    values, full = {**recipe, **chosen}, recipe["batch_size"]
-    default = full
+    full, more = recipe["batch_size"], recipe.get("for_images", images) / images
+    more = min(max(more, 1), 50)
+    epochs = round(recipe["epochs"] * more)
+    run_epochs, default = chosen.get("epochs", epochs), full
     if full > images / 10:
         default = min(images, 2 ** max(1, int(math.log2(images / 10))))
     lr = recipe.get("lr")
     if not lr or "blr" in chosen:
-        batch = chosen.get("batch_size", default)
+        values, batch = {**recipe, **chosen}, chosen.get("batch_size", default)
         clamped = min(max(batch, default), full)
         lr = values["blr"] * full / 256                    # at the recipe's batch
         lr *= (clamped / full) ** (1 if values["optimizer"] == "sgd" else 1 / 4)
         lr *= batch / clamped                              # 1 from the default to the recipe's
-    warmup_epochs = recipe["warmup_epochs"] * min(1, values["epochs"] / recipe["epochs"])
-    derived = dict(batch_size=default, lr=lr * lr_scale, warmup_epochs=warmup_epochs,
-                   eval_every=max(1, values["epochs"] // 50, least_eval_every))
+    warmup_epochs = recipe["warmup_epochs"] * more * min(1, run_epochs / epochs)
+    derived = dict(batch_size=default, lr=lr * lr_scale, epochs=epochs, warmup_epochs=warmup_epochs,
+                   eval_every=max(1, run_epochs // 50, math.ceil(val_images / images)))
     return {name: value for name, value in derived.items()
             if name not in chosen and value != recipe.get(name)}
 
@@ -320,8 +311,12 @@ def derive(recipe, chosen, images, lr_scale, least_eval_every):
 def encoder_sizes(flags, img_size, saved):
     """Return the encoder's constructor arguments. Each comes from the last of these that sets it:
     the defaults, `saved` (a checkpoint's config or {}), --size, its own flag."""
-    patch_size = tuple(16 if side >= 128 else max(4, side // 8) for side in img_size)
-    defaults = dict(patch_size=patch_size, in_chans=3, **SIZES["micro"])
+    patch_size = []
+    for side in img_size:                                  # the patch is the next lower divisor
+        most = 16 if side >= 128 else max(4, side // 8)
+        fitting = (p for p in range(most, max(1, (most - 1) // 4), -1) if side % p == 0)
+        patch_size.append(next(fitting, most))
+    defaults = dict(patch_size=tuple(patch_size), in_chans=3, **SIZES["micro"])
     config = {**defaults, **saved, **SIZES.get(flags.size, {})}
     return {"img_size": img_size, **{x: getattr(flags, x, None) or config[x] for x in defaults}}
 
@@ -329,13 +324,13 @@ def encoder_sizes(flags, img_size, saved):
 # ------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
-    """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, and
-    of the raw reconstruction, all leak-free (see MAE.reconstruct), and columns {title: up to 8
-    images} for recon.png. Masks follow the pattern `mask` and depend only on the image's index."""
+    """Return the mean PSNRs in dB of masked pixels, of the image with visible pixels copied in, of
+    the raw reconstruction, all leak-free, and of masked pixels filled with the visible ones' mean
+    colour; and columns {title: up to 8 images} for recon.png. Masks depend on an image's index."""
     if model.reconstruct is None:                          # a method that predicts no pixels
         return {}, None
     columns, encoder, n = None, model.eval().encoder, 0
-    sums = {"psnr_masked": 0, "psnr_image": 0, "psnr_decoded": 0}      # zeros without images
+    sums = dict.fromkeys(("psnr_masked", "psnr_image", "psnr_decoded", "psnr_mean_colour"), 0)
     for ids, images, _ in val_batches(val, here, encoder.img_size, most):
         # 7 is arbitrary, but fixed: masks must not depend on --seed
         generators = [torch.Generator().manual_seed(hash((7, i))) for i in ids.tolist()]
@@ -347,14 +342,14 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
                 shown, _ = model.reconstruct(inputs[:8], noise[:8], mask_ratio)
         truth, decoded = images / 255, denormalize(decoded, model)     # (b, C, H, W)
         is_masked = encoder.pixels_of(masked.float())                  # (b, 1, H, W)
-        completed = torch.where(is_masked > 0, decoded, truth)
-        image_error = (completed - truth).square().mean((1, 2, 3))        # (b,) 0 where visible
-        decoded_error = (decoded - truth).square().mean((1, 2, 3))     # (b,)
-        errors = {"psnr_masked": image_error / is_masked.mean((1, 2, 3)),
-                  "psnr_image": image_error, "psnr_decoded": decoded_error}
-        for name, error in errors.items():
+        visible, share = 1 - is_masked, is_masked.mean((1, 2, 3))      # (b, 1, H, W), (b,)
+        colour = (truth * visible).mean((2, 3), True) / visible.mean((2, 3), True)  # (b, C, 1, 1)
+        images = (torch.where(is_masked > 0, decoded, truth), decoded,
+                  torch.where(is_masked > 0, colour, truth))           # (b, C, H, W) each
+        image, raw, filled = ((x - truth).square().mean((1, 2, 3)) for x in images)    # (b,) each
+        for name, error in zip(sums, (image / share, image, raw, filled / share)):
             sums[name] += -10 * error.clamp(min=1e-10).log10().sum()
-        n += len(images)
+        n += len(ids)
         if columns is None:
             truth, is_masked, shown = truth[:8], is_masked[:8] > 0, denormalize(shown, model)
             columns = {"original": truth, "masked": torch.where(is_masked, 0.5, truth),
@@ -365,30 +360,29 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
 # ------------------------------------------------------------------------------------------- data
 MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
 CHUNK = 64   # images that a worker reads at once: 16 workers with 4,096 each would take 9.9 GB
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")    # PIL's others may run other programs
 SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
     "pentagon": (5, 9, 8), "cross": (4, 3, 7), "star": (5, 4, 8), "propeller": (3, 2, 6)}
 
 
-class ImageDataset:
+class ImageDataset(namedtuple("ImageDataset", "images labels classes")):
     """Images, their labels (N,), -1 if unlabelled, and class names. `images` is a uint8 tensor
-    (N,C,H,W) or a list of N files."""
+    (N,C,H,W) or, for files, an array of N names: bytes, as each worker would copy a list."""
 
-    def __init__(self, images, labels, classes):
-        if isinstance(images, list):       # reference counts would copy all strings to each worker
-            images = np.array([*map(os.fsencode, images)])
-        self.images, self.labels, self.classes = images, torch.as_tensor(labels), classes
-        self.in_memory = torch.is_tensor(images)
+    @property
+    def in_memory(self):
+        return torch.is_tensor(self.images)
 
     def select(self, ids):
         """Return the data set of the images with indices ids (n,)."""
         images = self.images[ids if self.in_memory else ids.numpy()]
-        return ImageDataset(images, self.labels[ids], self.classes)
+        return self._replace(images=images, labels=self.labels[ids])
 
 
 class Transformed(Dataset):
-    """The images of `data`, an ImageDataset, each read if it is a file, and transformed. A warning
-    names an unreadable file; another image and its label replace it."""
+    """The images of an ImageDataset, each read if it is a file, and transformed. A warning names an
+    unreadable file; another image and its label replace it."""
 
     def __init__(self, data, transform):
         self.images, self.labels, self.transform = data.images, data.labels, transform
@@ -412,21 +406,18 @@ class Transformed(Dataset):
 
 
 def open_data(name, here, img_size=None, parts=("train", "val"), train_images=None):
-    """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W). Images
-    in memory are on the device and at most that large. The default size is that of the images."""
-    found = [ImageDataset(*part) for part in find_images(name, parts, here, img_size)]
-    first, last = found[0], found[-1]
-    require(first.classes == last.classes, f"--data {name}: classes differ between train and val, "
-            f"e.g. {sorted({*first.classes} ^ {*last.classes})[:5]}")
-    sizes = [] if first.in_memory else sizes_of_files(first.images)
-    default = tuple(first.images.shape[2:]) if first.in_memory else default_size(sizes)
-    img_size, opened = img_size or default, []
+    """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W), by
+    default that of the images. Images in memory are on the device and at most that large."""
+    found, opened = find_images(name, parts, here, img_size), []
+    first, sizes = found[0], [found[0].images.shape[2:]]
+    if not first.in_memory:
+        sizes = sizes_of_files(first.images)
+    img_size = img_size or (tuple(sizes[0]) if first.in_memory else default_size(sizes))
     if train_images:                                       # before files are read into memory
         found[0] = first.select(random_order(len(first.labels))[:train_images])
     for data in found:
-        images, labels = data.images, data.labels
-        size_in_memory = 3 * len(labels) * math.prod(img_size)         # in bytes
-        if not data.in_memory and size_in_memory <= MEMORY and stay_whole(sizes, img_size):
+        images, labels, size = data.images, data.labels, 3 * len(data.labels) * math.prod(img_size)
+        if not data.in_memory and size <= MEMORY and {*sizes} == {img_size}:       # need no crop
             keys = keys_of(torch.arange(len(labels))).split(CHUNK)
             loaded = load_images(data, keys, CHUNK, here, partial(center_crop, img_size=img_size))
             loaded = here.progress(loaded, "reading", total=len(keys))
@@ -440,88 +431,108 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
 
 
 def find_images(name, parts, here, img_size):
-    """Return (images, labels, classes) for each of the `parts` of --data, "train" and "val"."""
+    """Return an ImageDataset for each of the `parts` of --data, "train" and "val"."""
     root = Path(name)
     if name == "shapes":
         counts = {"train": 10_000, "val": 1_000}           # also the seeds
-        return [(*draw_shapes(counts[part], img_size or (32, 32), seed=counts[part]), [*SHAPES])
-                for part in parts]
-    if name in ("cifar10", "cifar100"):
+        found = [(*draw_shapes(counts[part], img_size or (32, 32), seed=counts[part]), [*SHAPES])
+                 for part in parts]
+    elif name in ("cifar10", "cifar100"):
         kind = getattr(torchvision.datasets, name.upper())
         for turn in range(here.world):                     # the first process on a disk downloads
             if turn == here.rank:
-                sets = [kind("data", train=part == "train", download=True) for part in parts]
+                try:
+                    sets = [kind("data", train=part == "train", download=True) for part in parts]
+                except OSError as error:
+                    raise InputError(f"cannot download {kind.url}: {error}. Without a network, put "
+                                     f"this file into the folder `data` here") from error
             here.gather(turn)                              # wait for it
-        return [(torch.tensor(x.data).movedim(3, 1), x.targets, x.classes) for x in sets]
-    if root.suffix == ".pt":
-        return open_tensors(root, parts)
-    require(root.is_dir(), f"--data {name} is no folder, .pt file, shapes, cifar10 or cifar100")
-    if (root / "train").is_dir() or (root / "val").is_dir():
+        found = [(torch.tensor(x.data).movedim(3, 1), x.targets, x.classes) for x in sets]
+    elif root.suffix == ".pt":
+        found = open_tensors(root, parts)
+    elif (root / "train").is_dir() or (root / "val").is_dir():
         valid = partial(is_photo, root=root)
-        folders = [ImageFolder(root / part, is_valid_file=valid) for part in parts]
-        return [([file for file, _ in x.samples], x.targets, x.classes) for x in folders]
-    return list_photos(root, parts)
+        folders = [PhotoFolder(root / part, is_valid_file=valid) for part in parts]
+        found = [([file for file, _ in x.samples], x.targets, x.classes) for x in folders]
+    else:
+        require(root.is_dir(), f"--data {name} is no folder, .pt file, shapes, cifar10 or cifar100")
+        found = list_photos(root, parts)
+    return [ImageDataset(x if torch.is_tensor(x) else np.array([*map(os.fsencode, x)]),
+                         torch.as_tensor(labels), classes) for x, labels, classes in found]
 
 
 def open_tensors(file, parts):
     """Return (images, labels, classes) for each of the `parts` of a .pt file: a dict, whose values
     are uint8 images (N,C,H,W), alone or with labels (N,) and class names."""
     try:
-        content, found = torch.load(file, weights_only=True), []
-        for part in parts:
-            images, labels, classes = content[part], None, []
-            if not torch.is_tensor(images):
-                images, labels, classes = images
-            labels = torch.full(images.shape[:1], -1) if labels is None else labels
-            found.append((images, labels, [str(name) for name in classes]))
+        content = torch.load(file, weights_only=True)
+        found = [content[part] for part in parts]
+        found = [(x, [-1] * len(x), []) if torch.is_tensor(x) else x for x in found]
+        found = [(images, torch.as_tensor(labels), [*map(str, names)])
+                 for images, labels, names in found]
     except Exception as error:                             # a wrong file can raise anything
-        raise InputError(f"--data {file} must be a dict of tensors with {' and '.join(parts)}: see "
-                         f"tests/docs/HOWTO.md") from error
+        raise InputError(f'--data {file} must be {{"train": (images, labels, class names), "val": '
+                         f'...}} with tensors: see tests/docs/HOWTO.md') from error
     for images, labels, classes in found:
         what = f"{images.dtype} {tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}"
-        require(images.ndim == 4 and images.dtype is torch.uint8 and len(images) > 0
+        hint = " (use images.movedim(3, 1))" if images.ndim == 4 and images.shape[3] < 5 else ""
+        require(images.ndim == 4 and images.dtype is torch.uint8 and len(images) > 0 and not hint
                 and labels.shape == images.shape[:1] and not labels.is_floating_point(),
-                f"--data {file} needs uint8 images (N,C,H,W) and N integer labels, not {what}")
+                f"--data {file} needs uint8 images (N,C,H,W), N integer labels; not {what}{hint}")
         require(not classes or 0 <= labels.min() and labels.max() < len(classes), f"--data {file}: "
                 f"labels must be from 0 to {len(classes) - 1}, for {len(classes)} class names")
     return [(images, labels.long(), classes) for images, labels, classes in found]
 
 
 def is_photo(file, root):
-    """Return whether a file below root is an image and not hidden, as a Mac's ._photo.jpg is."""
-    return file.lower().endswith(IMG_EXTENSIONS) and os.sep + "." not in file[len(str(root)):]
+    """Return whether a file below root is an image, and neither it nor a folder of it is hidden."""
+    names = Path(file).relative_to(root).parts
+    return file.lower().endswith(IMG_EXTENSIONS) and not any(map(is_hidden, names))
+
+
+def is_hidden(name):
+    """Return whether a name is one of those that notebooks, Macs and network disks hide."""
+    return name.startswith(".") or name in ("__MACOSX", "@eaDir")
+
+
+class PhotoFolder(ImageFolder):
+    """An ImageFolder in which hidden folders are no classes."""
+
+    def find_classes(self, directory):
+        names = [name for name in super().find_classes(directory)[0] if not is_hidden(name)]
+        return names, {name: i for i, name in enumerate(names)}
 
 
 def list_photos(root, parts):
     """Return (files, labels, classes) for each of the `parts` of a folder without labels: "train",
     "val" or "all". Reads subfolders, also links. A hash of each file's name holds out 5% as val."""
-    files = []
-    for folder, folders, names in os.walk(root, followlinks=True):
-        require("train" not in folders, f"--data {root}: pass {folder}, which has train/")
-        folders[:] = [x for x in folders if not x.startswith(".")]     # e.g. .ipynb_checkpoints
-        for name in names:
-            if is_photo(os.path.join(folder, name), root):
-                files.append(os.path.join(folder, name))
+    valid = partial(is_photo, root=root)
+    files = [x for x, _ in make_dataset(root, {"": 0}, is_valid_file=valid, allow_empty=True)]
     require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
                             f"at least two are needed")
-    names = [file[len(str(root)) + 1:].replace(os.sep, "/") for file in files]
+    names = [Path(file).relative_to(root).as_posix() for file in files]
+    inside = [name for name in names if "train" in name.split("/")[:-1]]
+    require(not inside, f"--data {root}: pass the folder that has train/, see {inside[:1]}")
     codes = [zlib.crc32(os.fsencode(name)) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
-    found = {"train": [], "val": [], "all": files}
+    parts_of = {"train": [], "val": [], "all": files}
     for file, code in sorted(zip(files, codes)):
-        found["train" if code > limit else "val"].append(file)
-    return [(found[part], [-1] * len(found[part]), []) for part in parts]
+        parts_of["train" if code > limit else "val"].append(file)
+    return [(parts_of[part], [-1] * len(parts_of[part]), []) for part in parts]
 
 
 def sizes_of_files(files):
     """Return the sizes (h, w) of 50 of the image files, without those that cannot be read."""
-    sizes = []
+    images = []
     for file in files[::math.ceil(len(files) / 50)]:
         with suppress(InputError):
-            sizes.append(read_image(os.fsdecode(file)).shape[1:])
-    require(sizes, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
-    return sizes
+            images.append(read_image(os.fsdecode(file)))
+    require(images, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
+    if all(image.max() - image.min() < 8 for image in images):         # uint8
+        print(f"note    each of {len(images)} sampled images is of one colour: were 16 bits, which "
+              f"are divided by 256, only partly used? See tests/docs/HOWTO.md")
+    return [tuple(image.shape[1:]) for image in images]
 
 
 def default_size(sizes):
@@ -531,14 +542,6 @@ def default_size(sizes):
     if max(largest) >= 224:
         return (224, 224)
     return tuple(max(8, side - side % (16 if side >= 128 else 8)) for side in largest)
-
-
-def stay_whole(sizes, img_size):
-    """Return whether files of these sizes need no crop: all are below 224 pixels, have the image
-    size's aspect ratio and, rounded down as above, are not larger."""
-    (H, W), (h, w) = img_size, default_size(sizes)
-    return h <= H and w <= W and max(map(max, sizes)) < 224 and all(
-        h * W == w * H for h, w in sizes)
 
 
 def keys_of(ids, seed=0):
@@ -559,8 +562,10 @@ def load_images(data, batches, batch_size, here, transform=None):
         return
     chunks = (chunk.tolist() for keys in batches for chunk in keys.split(CHUNK))
     workers = min(here.workers, len(data.labels) // CHUNK)
-    loaded = iter(DataLoader(Transformed(data, transform), batch_sampler=chunks,
-                             num_workers=workers, pin_memory=cuda))
+    # forked, whatever Python's default is: others forget what a script has replaced in this module
+    context = "fork" if workers and sys.platform == "linux" else None
+    loaded = iter(DataLoader(Transformed(data, transform), batch_sampler=chunks, pin_memory=cuda,
+                             num_workers=workers, multiprocessing_context=context))
     for chunk in loaded:
         rest = islice(loaded, math.ceil(batch_size / CHUNK) - 1)
         images, labels = zip(chunk, *rest)
@@ -629,9 +634,9 @@ def read_image(file):
         if data[:2] == b"\xff\xd8" and hasattr(torchvision.io, "decode_image"):   # it may go
             data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             return torchvision.io.decode_image(data, "RGB", apply_exif_orientation=True)
-        image = ImageOps.exif_transpose(Image.open(file))
-        require(image.mode != "F", "floating-point images are not supported")
-        if image.mode.startswith("I"):                     # 16 bits; convert("RGB") would clip them
+        image = ImageOps.exif_transpose(Image.open(file, formats=FORMATS))
+        require(image.mode not in ("I", "F"), "32-bit images are not supported")
+        if image.mode.startswith("I;16"):                  # convert("RGB") would clip 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         if "A" in image.mode or "transparency" in image.info:
             image = image.convert("RGBA")
@@ -669,6 +674,7 @@ def draw_shapes(n, img_size, seed):
 def open_run(flags, here, name):
     """Claim a run's folder, --name or `name`, and yield it. If the run fails before its first save,
     a new folder is removed. Raises InputError if it exists, without --resume or --overwrite."""
+    require(not (flags.resume and flags.overwrite), "--resume and --overwrite exclude each other")
     folder, created = Path(flags.runs, flags.name or name), False
     if here.rank == 0:
         with suppress(FileExistsError):                    # of two started at once, one goes on
@@ -679,7 +685,7 @@ def open_run(flags, here, name):
     try:
         yield folder
     finally:
-        if created:
+        if here.rank == 0:
             (folder / "last.pt.tmp").unlink(missing_ok=True)
             with suppress(OSError):                        # if it has files, it stays
                 folder.rmdir()
@@ -693,56 +699,71 @@ def name_of(path):
 
 def save_run(run, here, model, data, optimizer, scaler, history, columns):
     """Write last.pt, from which --resume continues, its copy for --keep_every, log.jsonl and any
-    new recon.png. A killed run leaves a whole last.pt, the old one or the new one."""
-    folder, epoch = run.folder, history[-1]["epoch"]
+    new recon.png. A killed run or a full disk leaves a whole last.pt, the old one or the new one.
+    """
+    folder, epoch, new = run.folder, history[-1]["epoch"], run.folder / "last.pt.tmp"
     if here.rank > 0:
         return
     require(all(x.isfinite().all() for x in model.state_dict().values()), f"weights are not finite "
             f"after epoch {epoch}: use --clip_grad or a lower --lr")
-    torch.save(dict(method=run.method, config=run.config, classes=data.classes,
-                    mean=model.mean, std=model.std, flags=dict(run._asdict(), folder=str(folder)),
-                    model=model.state_dict(), optimizer=optimizer.state_dict(),
-                    scaler=scaler.state_dict(), epoch=epoch, history=history),
-               folder / "last.pt.tmp")
-    if run.keep_every and epoch % run.keep_every == 0:
-        shutil.copyfile(folder / "last.pt.tmp", folder / f"epoch_{epoch}.pt")
-    os.replace(folder / "last.pt.tmp", folder / "last.pt")
+    try:
+        torch.save(dict(
+            method=run.method, config=run.config, classes=data.classes, mean=model.mean,
+            std=model.std, flags=dict(run._asdict(), folder=str(folder)), model=model.state_dict(),
+            optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), epoch=epoch,
+            history=history), new)
+    except RuntimeError as error:                          # how torch's writer says it
+        raise InputError(f"cannot write {new}: is the disk full? ({error})") from error
+    os.replace(new, folder / "last.pt")
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-    if columns:                                            # a row for each image
-        images = torch.stack([*columns.values()], dim=1).flatten(0, 1)
-        images = images[:, :3 if images.shape[1] >= 3 else 1]
-        images = F.interpolate(images, scale_factor=max(1, 96 // max(images.shape[2:])))
-        torchvision.utils.save_image(images, folder / "recon.png", nrow=len(columns))
+    if run.keep_every and epoch % run.keep_every == 0:
+        shutil.copyfile(folder / "last.pt", new)
+        os.replace(new, folder / f"epoch_{epoch}.pt")
+    if columns:
+        with suppress(ImportError):                        # a copy without tests/
+            from tests.lib.pictures import save_picture
+            save_picture(columns, folder / "recon.png")
 
 
-def resume(run, model, data, optimizer, scaler):
-    """Load the run's last.pt, and return the rows of its log, or [] if there is none. Raises
-    InputError if model, number of images, class names, seed or optimizer differ."""
-    path = run.folder / "last.pt"
-    if not path.exists():
+def resume(run, here, model, data, optimizer, scaler):
+    """Return the rows of the run's log so far. With --resume, loads last.pt; with --overwrite,
+    removes an old run's files. Raises InputError if model, number of images, class names, seed or
+    optimizer differ."""
+    path, history = run.folder / "last.pt", []
+    if run.overwrite and here.rank == 0:                   # all files have been read, also --init's
+        for old in (x for kind in ("*.pt", "log.jsonl", "curves.svg", "recon.png")
+                    for x in run.folder.glob(kind)):
+            old.unlink()
+    if run.resume and not path.exists():
         print(f"note    nothing to resume: {path} does not exist, so a new run starts")
-        return []
-    last = read_checkpoint(path)
-    old = {**last["flags"], **last["config"], "class names": last["classes"]}
-    new = {name: getattr(run, name) for name in ("method", "images", "seed", "optimizer")}
-    new.update({"class names": data.classes, **run.config})
-    differ = [f"{name} was {old.get(name)}, is {new.get(name)}"
-              for name in {**last["config"], **new} if old.get(name) != new.get(name)]
-    require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was: "
-                        f"{old['command']}")
-    model.load_state_dict(last["model"])
-    settings = optimizer.state_dict()["param_groups"]      # keep this command's weight decay
-    optimizer.load_state_dict({**last["optimizer"], "param_groups": settings})
-    if last["scaler"]:                                     # empty unless the run used fp16
-        scaler.load_state_dict(last["scaler"])
-    print(f"resumed after epoch {last['epoch']} of {run.epochs}")
-    return last["history"]
+    elif run.resume:
+        last = read_checkpoint(path)
+        another = f"To start another run from it, pass --init {path} and another --name"
+        require("optimizer" in last, f"cannot resume: {path} has only weights. {another}")
+        old = {**last["flags"], **last["config"], "class names": last["classes"]}
+        new = {name: getattr(run, name) for name in ("method", "images", "seed", "optimizer")}
+        new.update({"class names": data.classes, **run.config})
+        differ = [f"{name} was {old.get(name)}, is {new.get(name)}"
+                  for name in {**last["config"], **new} if old.get(name) != new.get(name)]
+        require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was: "
+                            f"{old['command']}. {another}")
+        model.load_state_dict(last["model"])
+        settings = optimizer.state_dict()["param_groups"]  # keep this command's weight decay
+        optimizer.load_state_dict({**last["optimizer"], "param_groups": settings})
+        if last["scaler"]:                                 # empty unless the run used fp16
+            scaler.load_state_dict(last["scaler"])
+        history = last["history"]
+        print(f"resumed after epoch {last['epoch']} of {run.epochs}")
+    epochs = here.gather(history[-1]["epoch"] if history else 0)
+    require(len({*epochs}) == 1, f"processes would go on after different epochs, {epochs}: do all "
+                                 f"see the same {run.folder}?")
+    return history
 
 
-def read_checkpoint(path, heads=None, part="encoder"):
+def read_checkpoint(path, heads=None):
     """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
     dict with path, method (None for a released file), config (constructor arguments), model (state
-    dict), mean, std, flags and more. A `part` such as a momentum teacher can be the encoder."""
+    dict), mean, std, flags and more."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
@@ -751,16 +772,12 @@ def read_checkpoint(path, heads=None, part="encoder"):
     except Exception as error:                             # a broken file can raise anything
         raise InputError(f"{path} is damaged, or no checkpoint of tensors and numbers") from error
     if "method" not in content:
-        state = from_released(content.get("model", content))
+        state = from_released(content.get("model", content.get("state_dict", content)))
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
-    if part != "encoder":
-        content["model"] = {name.replace(part, "encoder", 1): value for name, value
-                            in content["model"].items() if name.startswith(f"{part}.")}
-        require(content["model"], f"--part {part}: {path} has no such part")
     return {**NO_CHECKPOINT, "mean": cls.mean, "std": cls.std, **content, "config": config,
             "path": str(path)}
 
@@ -777,27 +794,14 @@ def load_model(source, methods=METHODS):
     return model.eval()
 
 
-def load_encoder(path, heads=None):
-    """Return a checkpoint's encoder in eval mode, a vit.ViT. Its mean and std are those of its
-    input, for vit.normalize. For `heads`, see vit.sizes_of."""
-    content = read_checkpoint(path, heads)
-    state = {name.removeprefix("encoder."): value for name, value in content["model"].items()
-             if name.startswith("encoder.")}
-    sizes = {name: content["config"][name]
-             for name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")}
-    encoder = ViT(**sizes, norm="norm.weight" in state,
-                  extra_tokens=count_extra_tokens(content["model"]))
-    encoder.load_state_dict(state)
-    encoder.mean, encoder.std = content["mean"], content["std"]
-    return encoder.eval()
-
-
 def initialize(model, start):
     """Initialise `model` from the checkpoint `start`: the encoder, and the decoder or head if it
     matches. Prints what is newly initialised and what is not loaded."""
+    heads, own_heads = start["config"]["heads"], model.encoder.blocks[0].attn.heads
+    require(heads == own_heads, f"{start['path']} has {heads} heads, not --heads {own_heads}")
     state = model.from_mae(start["model"]) if hasattr(model, "from_mae") else start["model"]
     missing, unused = transfer(model, state, grid_of(**start["config"]))
-    for text, names in (("not in the file, newly initialised", missing), ("not loaded", unused)):
+    for text, names in (("new, with random weights", missing), ("left out of the file", unused)):
         parts = {re.match(r"(encoder\.)?\w+", name)[0] for name in names}
         if parts:                                          # e.g. encoder.norm, decoder_blocks, head
             print(f"{text}: {', '.join(sorted(parts))}")
@@ -830,7 +834,8 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
 
     def progress(self, items, title, **options):
         """Return a progress bar over `items`. In a log file, it writes a line per minute."""
-        pause = 0.1 if sys.stderr.isatty() else 60
+        terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()        # not IDLE
+        pause = 0.1 if terminal else 60
         return tqdm(items, title, leave=False, mininterval=pause, delay=pause,
                     disable=self.rank > 0, **options)
 
@@ -852,6 +857,9 @@ def start_processes(flags):
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
+    has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", True)   # other CPUs do not say
+    if kind == "cpu" and amp == "bf16" and not has_bf16:
+        print("note    --amp bf16 is slower than float32 here: this CPU has no bf16 instructions")
     # despite its name, this is also for CPUs: there, fused attention is slower in bf16
     torch.backends.cuda.enable_flash_sdp(cuda or dtype is not torch.bfloat16)
     if world > 1:
@@ -870,24 +878,17 @@ def in_range(kind, low, high=math.inf):
     return number
 
 
-def literal(text):
-    """Parse numbers and tuples as Python does, e.g. `3`, `0.5` and `0,5,11`; others are words."""
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
+def word_or_numbers(text):
+    """Parse `all` as "all", `0,5,11` as (0, 5, 11) and `0.5` as (0.5,)."""
+    with suppress(ValueError):
+        return tuple(int(x) if re.fullmatch(r"-?\d+", x) else float(x) for x in text.split(","))
     return text
 
 
-def word_or_numbers(text):
-    """Parse `all` as "all", `11` as (11,), `0,5,11` as (0, 5, 11) and `0.9,0.95` as (0.9, 0.95)."""
-    value = literal(text)
-    return value if isinstance(value, (str, tuple)) else (value,)
-
-
 def size_in_pixels(text):
-    """Parse `32` as (32, 32) and `32,48` as (32, 48)."""
-    return pair(literal(text))
-
-
+    """Parse `32` as (32, 32), and `32,48` or `32x48` as (32, 48)."""
+    sides = word_or_numbers(text.replace("x", ","))
+    return pair(sides[0] if len(sides) == 1 else sides)
 
 
 def betas(text):
@@ -896,9 +897,9 @@ def betas(text):
     return first, second
 
 
-PARSERS = {tuple: word_or_numbers, list: word_or_numbers, type(None): literal}     # of types
 count, not_negative = in_range(int, 1), in_range(float, 0)
 fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
+PARSERS = {tuple: word_or_numbers, list: word_or_numbers, type(None): str}         # of arguments
 
 # flags, {name: (type or choices, help)}
 DATA = {
@@ -911,7 +912,7 @@ ENCODER = {
     "seed": (in_range(int, 0, 2 ** 63 - 1), "seed for weights, crops, masks, order and --labels"),
     "train_images": (count, "train on only X images; default: all"),
     "img_size": (size_in_pixels, "side or height,width; default: the checkpoint's or the images'"),
-    "patch_size": (size_in_pixels, "default: the checkpoint's, 16 or, below 128 pixels, side / 8"),
+    "patch_size": (size_in_pixels, "default: the checkpoint's or, about, 16 or side / 8 if lower"),
     "size": (tuple(SIZES), "size of the encoder; default: the checkpoint's, else micro"),
     "dim": (count, "width of the encoder; default: set by --size"),
     "depth": (count, "number of encoder blocks; default: set by --size"),
@@ -919,24 +920,23 @@ ENCODER = {
 RUN = {
     "runs": (path, "folder for all runs"),
     "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: 1, or epochs / 50 if more"),
+    "eval_every": (count, "validate and save every X epochs; default: about 50 times, or fewer"),
     "keep_every": (count, "keep last.pt as epoch_X.pt every X epochs; default: only last.pt"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
-    "grad_checkpointing": (bool, "recompute activations to save memory"),
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
     "overwrite": (bool, "replace any existing run of the same name")}
 RECIPE = {
+    "recipe": (("paper", "small"), "paper: default for base and wider encoders; small: ours"),
     "batch_size": (count, "images per step, in all processes; default: lower if images are few"),
     "optimizer": (tuple(OPTIMIZERS), "which optimizer to use"),
-    "lr": (not_negative, "learning rate; default: blr * batch_size / 256, or more for few images "
-           "(see derive in train.py); low_res: for width 64, and for any batch"),
+    "lr": (not_negative, "learning rate; default: from blr, see derive; small: for width 64"),
     "blr": (not_negative, "learning rate per 256 images of the recipe's batch, see lr"),
     "min_lr": (not_negative, "final learning rate of the cosine schedule; default: 0"),
     "betas": (betas, "betas of Adam and AdamW, e.g. 0.9,0.95"),
     "weight_decay": (not_negative, "weight decay; biases and norms are exempt"),
-    "epochs": (in_range(int, 0), "passes over the training images"),
+    "epochs": (in_range(int, 0), "passes over the images; small: more if fewer than 10,000"),
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
@@ -950,27 +950,26 @@ PAIRS = {
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
     workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))), amp="auto",
-    seed=0, runs="runs", accum=1, compile=False, grad_checkpointing=False, resume=False,
-    overwrite=False, mask="random", teacher=None, same_class=None)
+    seed=0, runs="runs", accum=1, compile=False, resume=False, overwrite=False, mask="random",
+    teacher=None, same_class=None)
 
 
 def new_parser(script, usage, words):
     """Return a parser, to which more flags are added once --method or --mode is known."""
     parser = argparse.ArgumentParser(
         script, f"python {script} {usage} [--flag X ...]", allow_abbrev=False, add_help=False,
-        description="Defaults are in parentheses. low_res: those for images below 128 pixels and "
-                    "for any encoder no wider than micro.")
+        description="Defaults are in parentheses. small: those of --recipe small.")
     parser.set_defaults(**DEFAULTS, command=shlex.join(["python", script, *words]))
     return parser
 
 
-def add_flags(parser, title, flags, defaults=DEFAULTS, low_res={}):
-    """Add flags {name: (type or choices, help)}; the help shows `defaults` and `low_res`."""
+def add_flags(parser, title, flags, defaults=DEFAULTS, small={}):
+    """Add flags {name: (type or choices, help)}; the help shows `defaults` and `small`."""
     option = parser.add_argument_group(title).add_argument
     for name, (kind, text) in flags.items():
         values = [str(defaults[name])] if defaults.get(name) is not None else []
-        if low_res.get(name, defaults.get(name)) != defaults.get(name):
-            values.append(f"low_res: {low_res[name]}")
+        if small.get(name, defaults.get(name)) != defaults.get(name):
+            values.append(f"small: {small[name]}")
         text += f" ({'; '.join(values)})" if values else ""
         parsing = dict(type=kind, metavar="X")
         if kind is bool:
@@ -1011,7 +1010,8 @@ def words_of(argv):
 
 def shell(main, **options):
     """Run main(**options) for a script. Invalid input ends it with one line and exit code 2."""
-    sys.stdout.reconfigure(line_buffering=True)            # a log file shows each epoch at once
+    with suppress(AttributeError):                         # of IDLE's or a notebook's stdout
+        sys.stdout.reconfigure(line_buffering=True)        # a log file shows each epoch at once
     try:
         main(**options)
     except (InputError, OSError) as error:
@@ -1037,9 +1037,9 @@ def main(argv=None):
     add_flags(parser, "data and device", DATA)
     add_flags(parser, "training images and encoder", ENCODER)
     add_flags(parser, "run", RUN)
-    add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.low_res_recipe)
+    add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.small_recipe)
     own, flags = arguments_of(cls)
-    add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.low_res_config)
+    add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.small_config)
     pairs = PAIRS if issubclass(cls, IMAE) else {}
     add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
     return pretrain(parser.parse_args(words))

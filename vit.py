@@ -322,6 +322,9 @@ class Method(nn.Module):
     lr_scale = 1.0                     # factor of the recipe's learning rate, or its function
     crops = 1                          # random crops of each image; 2 for pairs of views
     draws_alike = False                # whether forward draws the same in all pieces and processes
+    small_recipe = dict(               # ours, for width 64 and at least 10,000 images: train.derive
+        lr=2e-3, width_power=0.5, batch_size=64, epochs=10, warmup_epochs=1, for_images=10_000)
+    small_config = {}                  # arguments of the constructor that belong to small_recipe
     reconstruct = None                 # see mae.py. None: predicts no pixels, so there is no PSNR
 
     def parameter_groups(self, run):
@@ -406,10 +409,12 @@ def from_released(state):
     """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
     "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding,
     a convolution `patch_embed.proj`, becomes a linear layer. Decoders and heads keep their names.
-    The prefixes of DistributedDataParallel and torch.compile are removed."""
+    Prefixes of all names, e.g. DistributedDataParallel's and Lightning's, are removed."""
     ours = {}
-    for name, value in state.get("model", state).items():
-        name = re.sub(r"^((module|_orig_mod)\.)+", "", name)
+    state = state.get("model", state)
+    anchor = next((name for name in state if name.endswith("patch_embed.proj.weight")), "")
+    for name, value in state.items():                      # e.g. module., _orig_mod., backbone.
+        name = name.removeprefix(anchor.removesuffix("patch_embed.proj.weight"))
         if name.endswith("patch_embed.proj.weight"):
             value = value.permute(0, 2, 3, 1).flatten(1)
         name = name.replace("patch_embed.proj.", "patch_embed.")
@@ -429,7 +434,8 @@ def sizes_of(state, path, heads=None):
     Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads:
     it is `heads` or the one in SIZES for this width and depth. Raises InputError if this fails."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
-        require(name in state, f"{path} is not a ViT checkpoint: {name} is missing")
+        require(name in state, f"{path} is no ViT with released names ({name} is missing); it has "
+                f"{next(iter(state), 'nothing')}, ...: see tests/docs/REFERENCE.md")
     dim, inputs = state["encoder.patch_embed.weight"].shape
     depth = len({name.split(".")[2] for name in state if name.startswith("encoder.blocks.")})
     positions = state["encoder.pos_embed"].shape[1]

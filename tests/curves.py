@@ -16,6 +16,8 @@ from train import shell
 from vit import InputError, require
 
 COLUMNS = {"loss": "loss", "psnr_masked": "masked PSNR, dB", "top1": "accuracy, %"}
+NOTHING = {"psnr_masked": ("mean colour", "psnr_mean_colour"),         # of having learned nothing
+           "top1": ("largest class", "largest_class")}
 
 
 def read_rows(run):
@@ -38,21 +40,43 @@ def name_runs(runs):
 
 def panels_of(runs):
     """Return a panel for each of COLUMNS that a run has. Rows without a number are left out, so a
-    line joins the others."""
+    line joins the others. The first run also shows the scores of NOTHING."""
     logs, panels = [*zip(name_runs(runs), map(read_rows, runs))], []
     for column, title in COLUMNS.items():
-        series = [(name, "line", [(row["epoch"], row[column]) for row in rows
-                                  if math.isfinite(row.get(column, math.nan))])
-                  for name, rows in logs]
+        every = [(name, column, rows) for name, rows in logs]
+        if column in NOTHING:
+            every.append((*NOTHING[column], logs[0][1]))
+        series = [(name, "line" if key == column else "thin", [
+            (row["epoch"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))])
+            for name, key, rows in every]
         series = [each for each in series if each[2]]
         panels += [dict(title=title, x="epoch", series=series)] * bool(series)
     require(panels, f"{' '.join(map(str, runs))}: no row has {', '.join(COLUMNS)}")
     return panels
 
 
-def draw_run(folder):
-    """Draw the curves of one run: curves.svg in its folder."""
-    draw(Path(folder, "curves.svg"), panels_of([folder]))
+def conclude(run):
+    """At the end of a run with these settings, draw its curves.svg, and print its last scores
+    beside those of having learned nothing, its files, and the next command."""
+    draw(run.folder / "curves.svg", panels_of([run.folder]))
+    last, learned = read_rows(run.folder)[-1], True
+    if "largest_class" in last:
+        top1, error, nothing = (last[x] for x in ("top1", "standard_error", "largest_class"))
+        print(f"scores  top1 {top1:.1f} +- {error:.1f} % (standard error); largest class: "
+              f"{nothing:.1f} %")
+        learned = top1 > nothing + 2 * error
+    elif "psnr_masked" in last:
+        print(f"scores  psnr_masked {last['psnr_masked']:.2f} dB; mean colour: "
+              f"{last['psnr_mean_colour']:.2f} dB")
+        # normalised patches get the visible pixels' mean and variance, which lowers their PSNR
+        learned = (last["psnr_masked"] > last["psnr_mean_colour"] + 0.5
+                   or run.config.get("norm_pix_loss"))
+    if not learned and last["epoch"] > 0:
+        print("note    this is hardly better than having learned nothing: start from a trained "
+              "model (--init or, in finetune.py, --checkpoint), or use more --epochs")
+    print("see    ", *sorted(run.folder.glob("*.*")))
+    mode = " --mode eval" if "largest_class" in last else ""
+    print(f"next    python finetune.py --checkpoint {run.folder}{mode}")
 
 
 def main(argv=None):

@@ -493,7 +493,7 @@ def tour_method(args):
         model = load_any(path, norm_pix_loss=args.norm_pix_loss)
     else:                                                  # a method of your own
         path = "random weights"
-        model = cls(**{**TINY, "in_chans": len(cls.mean), **cls.low_res_config})
+        model = cls(**{**TINY, "in_chans": len(cls.mean), **cls.small_config})
     require(type(model) is cls, f"{path} is not of method {args.method}")
     if not args.checkpoint and args.method == "crossmae":  # show that patches can be left out
         model.skipped = model.encoder.num_patches // 2

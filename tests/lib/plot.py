@@ -14,7 +14,7 @@ DARK = "#58a6ff #f0883e #3fb950 #bc8cff #f778ba #d29922 #39c5cf #8b949e".split()
 STYLE = """
 text { font: %dpx -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .back { fill: #fff } .grid { stroke: #d0d7de } .dot { opacity: .5 } .title { font-weight: 600 }
-.line { fill: none; stroke: currentColor; stroke-width: 2 } .mark { fill: currentColor }
+.line { fill: none; stroke: currentColor; stroke-width: 2 } .thin { stroke-width: 1 } .mark { fill: currentColor }
 @media (max-width: 560px) { text { font-size: %dpx } }
 %s
 @media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .back { fill: #0d1117 }
@@ -82,10 +82,10 @@ def draw_panel(panel, labels, box, ends):
     for label, kind, points in panel["series"]:
         i = labels.index(label)
         places = [(x_of(x), y_of(y)) for x, y in points]
-        if kind == "line":
+        if kind in ("line", "thin"):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            parts.append(f'<polyline class="line c{i % len(LIGHT)}" points="{path}"/>')
-        size = {"line": 3.5, "dot": 4, "mean": 8}[kind]
+            parts.append(f'<polyline class="{kind} line c{i % len(LIGHT)}" points="{path}"/>')
+        size = {"line": 3.5, "thin": 2, "dot": 4, "mean": 8}[kind]
         every = max(1, len(places) // 20) if kind == "line" else 1     # more would cover the line
         marked = places[(len(places) - 1) % every::every]              # the last is always marked
         parts += [mark(i, x, y, size, "dot" * (kind == "dot")) for x, y in marked]
@@ -95,7 +95,7 @@ def draw_panel(panel, labels, box, ends):
 def draw(path, panels, per_row=3):
     """Write panels to an SVG file, below a legend. A panel is a dict: `title`, which says what y
     is; `x`, the name of its axis ("": no numbers); `series`, a list of (label, kind, points). The
-    kind is "line", "dot" or "mean" (a large dot). A point is (x, y)."""
+    kind is "line", "thin" (a line), "dot" or "mean" (a large dot). A point is (x, y)."""
     labels = [*dict.fromkeys(label for panel in panels for label, *_ in panel["series"])]
     points = [sum((found for *_, found in panel["series"]), []) for panel in panels]
     ends = [[limits(found, axis) for axis in (0, 1)] for found in points]

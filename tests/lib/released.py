@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from train import load_model, read_checkpoint
-from vit import require
+from vit import ViT, count_extra_tokens, require
 
 NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
                      help="whether a released file's targets were normalised; default: its name "
@@ -50,3 +50,18 @@ def to_released(model):
     state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)      # (D, C, p, q)
     state["patch_embed.proj.bias"] = state.pop("patch_embed.bias")
     return state
+
+
+def load_encoder(path, heads=None):
+    """Return a checkpoint's encoder in eval mode, a vit.ViT. Its mean and std are those of its
+    input, for vit.normalize. For `heads`, see vit.sizes_of."""
+    content = read_checkpoint(path, heads)
+    state = {name.removeprefix("encoder."): value for name, value in content["model"].items()
+             if name.startswith("encoder.")}
+    sizes = {name: content["config"][name]
+             for name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")}
+    encoder = ViT(**sizes, norm="norm.weight" in state,
+                  extra_tokens=count_extra_tokens(content["model"]))
+    encoder.load_state_dict(state)
+    encoder.mean, encoder.std = content["mean"], content["std"]
+    return encoder.eval()

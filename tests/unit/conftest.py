@@ -27,7 +27,7 @@ from vit import InputError, pair
 ROOT = Path(__file__).parent.parent.parent
 FIVE = ("mae", "crossmae", "hypermae", "minr", "imae")     # METHODS may also have your own
 TINY = ["--dim", "16", "--depth", "2", "--heads", "2", "--patch_size", "4", "--batch_size", "8",
-        "--epochs", "2", "--warmup_epochs", "1", "--workers", "0"]
+        "--epochs", "2", "--warmup_epochs", "0.5", "--workers", "0"]
 DECODER = ["--decoder_dim", "16", "--decoder_depth", "1", "--decoder_heads", "2"]
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def settings(**more):
     """Return the settings of an MAE's run by the paper's recipe, without random crops and flips,
     with `more` added or replaced."""
     flags = parsed("train.py", "--crop 1 --no-flip --batch_size 64".split())
-    run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6)
+    run = train.settle(flags, dict(img_size=(224, 224), dim=768), train.MAE.recipe, {}, 10 ** 6, 0)
     values = {**run._asdict(), **more}
     return namedtuple("Settings", values)(**values)
 

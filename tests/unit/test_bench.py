@@ -33,7 +33,7 @@ def test_a_row_for_every_method(capsys, monkeypatch):
     said = capsys.readouterr().out
     assert as_table(rows) in said and said.splitlines()[1].endswith(
         "0 + 3 steps for each method: --size micro --batch_size 64")
-    minr = METHODS["minr"](32, 4, 3, **SIZES["micro"], **METHODS["minr"].low_res_config)
+    minr = METHODS["minr"](32, 4, 3, **SIZES["micro"], **METHODS["minr"].small_config)
     macs = giga_macs(minr, torch.zeros(1, 3, 32, 32))
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
 

@@ -33,11 +33,19 @@ train | --epoch 5                              | --epoch
 train | --batch_size 41                        | --batch_size 41 ; 40
 train | --lr nan                               | --lr
 train | --betas 0.9,b                          | --betas ; '0.9,b'
+train | --betas 0.9                            | --betas ; '0.9'
+train | --betas 0.9,1.5                        | --betas ; 1.5 must be between 0 and 1
+train | --epochs 3 --warmup_epochs 3           | --warmup_epochs 3.0 ; 3 --epochs
+train | --lr 1e-4 --min_lr 1e-2                | --min_lr 0.01 ; 0.0001
+train | --init runs/mae --heads 1              | runs/mae/last.pt has 2 heads, not --heads 1
+tune  | --heads 1                              | runs/mae/last.pt has 2 heads, not --heads 1
+tune  | --mix_ratio 0.7 --mixup 0.8            | --mix_ratio 0.7 needs --mixup 0
 train | --patch_size 4,0                       | --patch_size
 train | --data nowhere                         | --data nowhere
 train | --device cuda                          | --device cuda is not available
 train | --data empty                           | empty
 train | --name mae                             | runs/mae ; --resume ; --overwrite ; --name
+train | --name mae --resume --overwrite        | --resume and --overwrite
 train | --name mae --resume --depth 1 --heads 1 | depth was 2, is 1; heads was 2, is 1
 train | --name mae --resume --data other --batch_size 2 | class names was ['a', 'b'], is ['c', 'd']
 train | --name mae --resume --seed 1           | seed was 0, is 1
@@ -50,7 +58,6 @@ eval  | runs/tuned                             | runs/tuned
 eval  | runs/mae runs/large                    | runs/large
 tune  | --data flat/up/data/val/a              | classes
 tune  | --dim 32                               | the file has (16, ; the model (32,
-tune  | --part teacher                         | --part teacher
 tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; BatchNorm
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
 test  | --img_size 32 --lr 1 --pool mean       | --img_size 32 --lr 1 --pool
@@ -106,7 +113,7 @@ class Payload:
 BROKEN = {  # from a good file's bytes and content: broken bytes or content
     "half": lambda file, content: file[:len(file) // 2],
     "code": lambda file, content: {**content, "extra": Payload()},
-    "other names": lambda file, content: {"epoch": 3, "state_dict": content["model"]},
+    "other names": lambda file, content: {f"x.{k}": v for k, v in content["model"].items()},
     "a tensor": lambda file, content: torch.zeros(3)}
 
 
@@ -296,13 +303,13 @@ def part(n=8, **more):
 
 @pytest.mark.parametrize("train_part, val_part, words", [
     (part(labels=torch.arange(8) % 2 + 1), part(), "labels must be from 0 to 1"),
-    (part(), part(names=["a", "c"]), "'b', 'c'"), (part(), part(names=["b", "a"]), "differ"),
+    ((part()[0].movedim(1, 3), *part()[1:]), part(), "use images.movedim(3, 1)"),
     (part(labels=torch.rand(8)), part(), "integer labels; float32"),
     (part(labels=torch.zeros(8, 3).long()), part(), "N integer labels; (8, 3)"),
-    ((part()[0], part()[1]), part(), "must be a dict of tensors with train and val"),
+    ((part()[0], part()[1]), part(), '{"train": (images, labels, class names), "val": ...}'),
     (part(0), part(), "(0, 3, 8, 8)"),
     (part(images=torch.zeros(8, 3, 8, 8)), part(), "uint8; float32"),
-    (part(images=np.zeros((8, 3, 8, 8), "uint8")), part(), "own.pt must be a dict of tensors")])
+    (part(images=np.zeros((8, 3, 8, 8), "uint8")), part(), "with tensors: see")])
 def test_what_a_file_of_tensors_must_hold(tmp_path, refused, monkeypatch, train_part, val_part,
                                           words):
     monkeypatch.chdir(tmp_path)
@@ -312,7 +319,8 @@ def test_what_a_file_of_tensors_must_hold(tmp_path, refused, monkeypatch, train_
 
 
 LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
-    "x/train/a/0.png x/val/a/1.png": "x, which has train/", "train/a/0.png val/b/1.png": "'a', 'b'",
+    "x/train/a/0.png x/val/a/1.png": "the folder that has train/",
+    "train/a/0.png val/images/1.png": (1, 1, 1),           # Tiny ImageNet, as downloaded
     "train/train/0.png val/train/0.png": (1, 1, 1),
     "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "test/0.png a/1.png": (1, 1, 0),
     "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
+from tests.lib.released import load_encoder
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
 from train import IMAE, METHODS
-from vit import (InputError, Method, ViT, count_extra_tokens, mask_noise, normalize, normalize_patches,
-                 patchify, unpatchify)
+from vit import (InputError, Method, ViT, count_extra_tokens, mask_noise, normalize,
+                 normalize_patches, patchify, unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
              mask_ratio=0.75)
@@ -59,7 +60,7 @@ LARGER = {"hypermae": dict(hidden_dim=64, pe_dim=32),      # to learn two images
 for name, cls in METHODS.items():
     if name not in OPTIONS:                                # your own: sizes like its template's
         own, _ = train.arguments_of(cls)
-        BASE[name] = {k: v for k, v in cls.low_res_config.items() if k in own}
+        BASE[name] = {k: v for k, v in cls.small_config.items() if k in own}
         for other in OPTIONS:
             if train.arguments_of(METHODS[other])[0].keys() <= own.keys():
                 BASE[name], LARGER[name] = BASE[other], LARGER.get(other, {})
@@ -438,7 +439,7 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
     right = classes[0][nearest] == classes[1]
     assert row["top1"] == pytest.approx(100 * right.float().mean().item()), (
         "finetune.py's features are not the mean of the encoder's patch tokens")
-    encoder = train.load_encoder(f"runs/{name}/last.pt")
+    encoder = load_encoder(f"runs/{name}/last.pt")
     assert torch.equal(encoder(normalize(images, encoder)), tokens), "load_encoder differs"
     assert "newly initialised" not in capsys.readouterr().out, "a part is not in the checkpoint"
 
@@ -582,17 +583,16 @@ def test_initial_weights(name, tokens):
     assert ViT(dim=96, extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("name, options, checkpointing", [
-    ("mae", dict(decoder_depth=1), True), ("crossmae", dict(decoder_depth=1), True),
-    ("hypermae", dict(feat2w_depth=1), False),
-    ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
-    ("imae", dict(decoder_depth=1, teacher=TEACHER), False)])
-def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
+@pytest.mark.parametrize("name, options", [
+    ("mae", dict(decoder_depth=1)), ("crossmae", dict(decoder_depth=1)),
+    ("hypermae", dict(feat2w_depth=1)), ("minr", dict(pixel_fraction=0.3, coord_jitter=True)),
+    ("imae", dict(decoder_depth=1, teacher=TEACHER))])
+def test_compiles_into_one_graph(name, options, monkeypatch):
     """No graph breaks, and other images, masks and weights alpha need no new graph."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(name, depth=1, **options)
-    net = train.wrap(model, settings(grad_checkpointing=checkpointing, compile=True), HERE)
+    net = train.wrap(model, settings(compile=True), HERE)
     torch._dynamo.utils.counters.clear()
     for seed in range(2):
         images, noise = (x.roll(seed, 1) for x in images_and_noise())
@@ -619,13 +619,6 @@ def test_cuda_graphs(device, world, accum, mode, monkeypatch):
     here = HERE._replace(device=torch.device(device), world=world)
     train.wrap(build("mae"), settings(compile=True, accum=accum), here)
     assert modes == [mode]
-
-
-def test_all_blocks_are_checkpointed(spy):
-    blocks = spy(train, "checkpoint", lambda forward, *_, **__: type(forward.__self__).__name__)
-    net = train.wrap(build("crossmae"), settings(grad_checkpointing=True), HERE)
-    net(*images_and_noise())
-    assert blocks == ["Block"] * 2 + ["CrossBlock"] * 2
 
 
 MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release

@@ -26,7 +26,7 @@ def test_trained_model(name, monkeypatch):
     it has not seen in training, its PSNR is what it was."""
     path = MODELS / f"{name}.pt"
     content, size = train.read_checkpoint(path), SIZES["tiny" if name == "tiny" else "micro"]
-    defaults = METHODS[content["method"]].low_res_config
+    defaults = METHODS[content["method"]].small_config
     assert content["config"].items() >= {**defaults, **size}.items()
     assert path.stat().st_size < (12e6 if name == "tiny" else 1.2e6)
     assert all(x.dtype == torch.float16 and x.isfinite().all() for x in content["model"].values())

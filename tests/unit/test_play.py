@@ -133,7 +133,7 @@ def test_options():
         assert shown.shape[2] == (128 if hasattr(model, "render") else 32)
         assert other["psnrs"] == pytest.approx(one["psnrs"], abs=0.3)
     torch.manual_seed(0)
-    model, mask = MAE(**SIZES, **{**MAE.low_res_config, "norm_pix_loss": True}), random_mask(4, 16)
+    model, mask = MAE(**SIZES, **{**MAE.small_config, "norm_pix_loss": True}), random_mask(4, 16)
     image = IMAGE[:, :16, :16]
     for leak_free in (False, True):
         made = play.predict(model, [image], mask.tolist(), 0, "decoded", leak_free=leak_free)
@@ -189,7 +189,7 @@ def test_models_and_images(tmp_path, monkeypatch, refused):
     for name, own, patch_size in (("a", {}, 4), ("b", {}, 8), ("c", dict(reconstruct=None), 4)):
         own["__module__"] = "tests.unit.conftest"          # a file without a title
         monkeypatch.setitem(train.METHODS, name, type("Own", (MAE,), own))
-        config = dict(SIZES, patch_size=patch_size, **MAE.low_res_config)
+        config = dict(SIZES, patch_size=patch_size, **MAE.small_config)
         torch.save(dict(method=name, config=config, model=MAE(**config).state_dict()), f"{name}.pt")
     refused(play.main, ["a.pt", "b.pt"], "b.pt has image and patch size ((16, 16), (8, 8)), but a.")
     refused(play.main, ["a.pt", "c.pt"], "c.pt does not predict the three channels")

@@ -15,6 +15,7 @@ import torch
 import finetune
 import train
 from tests import bench, evaluate
+from tests.lib.released import load_encoder
 from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
                                  write_pictures)
 
@@ -119,7 +120,7 @@ def test_forks(pretrain, tune, monkeypatch):
             teacher = {name.removeprefix("teacher."): value for name, value in run["model"].items()
                        if name.startswith("teacher.")}
             if file:                                       # frozen, and loaded from its file
-                assert same(teacher, train.load_encoder(file[1]).state_dict())
+                assert same(teacher, load_encoder(file[1]).state_dict())
                 assert train.load_model("runs/fork").teacher.dim == 64
             elif teacher:
                 assert not torch.equal(teacher["cls_token"], run["model"]["encoder.cls_token"])
@@ -132,7 +133,7 @@ def test_forks(pretrain, tune, monkeypatch):
         tune(*words, name="part")
     part, _ = tune(*words, "--resume", name="part")
     assert same(whole["model"], part["model"])
-    assert main("--mode eval --checkpoint runs/whole --workers 0") == {"top1": row["top1"]}
+    assert main("--mode eval --checkpoint runs/whole --workers 0")["top1"] == row["top1"]
     model = train.load_model("runs/whole", {"classifier": cls})
     images = torch.rand(2, 3, *model.encoder.img_size)
     assert not torch.equal(model.logits(images), model.live.logits(images))

@@ -234,7 +234,7 @@ def test_page(name, tmp_path):
 def test_pictures():
     """Patches are at their places. So are the weights with which the central one attends to all,
     averaged over heads."""
-    model, images, shown = MAE(**TINY, **MAE.low_res_config), torch.rand(1, 3, 32, 48), []
+    model, images, shown = MAE(**TINY, **MAE.small_config), torch.rand(1, 3, 32, 48), []
     ids_keep, ids_mask, mask = model.encoder.mask(images, torch.rand(1, 96), 0.75)
     ids, order = dict(ids_keep=ids_keep, ids_mask=ids_mask), torch.cat([ids_keep, ids_mask], dim=1)
     q, k = torch.randn(2, 1, 4, 97, 20)
