@@ -16,8 +16,8 @@ from torch import nn
 from torchvision.transforms import v2
 
 import train
-from train import count, fraction, in_range, not_negative, path
-from vit import IMAGENET_MEAN, IMAGENET_STD, Method, ViT, count_extra_tokens, normalize, require
+from train import count, fraction, in_range, path
+from vit import IMAGENET_MEAN, IMAGENET_STD, Method, ViT, normalize, require
 
 
 # --------------------------------------------------------------------------------------- training
@@ -50,16 +50,14 @@ def prepare(flags, here, cls, folder=None):
     name = flags.data or start["flags"].get("data", "shapes")
     img_size = flags.img_size or start["config"].get("img_size")
     data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
-    require(len(data.classes) > 1, f"--data {name} needs at least two classes, each with a folder "
-                                   f"in train/ and in val/")
-    differ = sorted({*data.classes} ^ {*val.classes})[:5]
-    require(data.classes == val.classes, f"--data {name}: classes differ between train and val: "
-                                         f"{differ or 'in their order'}")
+    require(len(data.classes) > 1 and data.classes == val.classes, f"--data {name} needs at least "
+            f"two classes, the same in train and val, not {data.classes[:5]} and {val.classes[:5]}")
     if start.get("classes", data.classes) != data.classes:             # the head is for others
         start["model"] = {k: x for k, x in start["model"].items() if not k.startswith("head.")}
     data = keep_labels(data, flags.labels, flags.seed)
     sizes = train.encoder_sizes(flags, img_size, start["config"])
-    probe, extra_tokens = flags.mode in ("linear", "knn"), count_extra_tokens(start["model"])
+    probe = flags.mode in ("linear", "knn")
+    extra_tokens = len(start["model"].get("encoder.extra_tokens", ()))
     method = train.METHODS.get(start["method"])            # a fork's class may set pool
     own, _ = train.arguments_of(cls)
     own["pool"] = (start["config"].get("pool") or getattr(method, "pool", None)
@@ -150,11 +148,13 @@ class Classifier(Method):
             one only if pool is "token" (CrossMAE A.6); otherwise a norm after pooling, fc_norm,
             replaces it (MAE's release)
         mean, std: the input is (image / 255 - mean) / std
-        pool: which features the head gets. "mean": mean of the patch tokens. "token": the class
-            token. "extra": mean of the extra tokens. "joined": all extra tokens as one vector or,
-            without extra tokens, all patch tokens
-        drop_path, smoothing: drop path rate of the last block, label smoothing
-        mixup, cutmix: alpha of MixUp and CutMix, of which each piece of a batch draws one; 0: off
+        pool: features for the head. mean: of the patch tokens. token: class token. extra: mean of
+            the extra tokens. joined: all extra tokens (MINR's default up to 5000 features) or,
+            without any, all patch tokens as one vector
+        drop_path: drop path rate of the last block
+        smoothing: label smoothing
+        mixup: alpha of MixUp; 0: off. With CutMix, each piece of a batch draws one of the two
+        cutmix: alpha of CutMix; 0: off
         mix_ratio: weight of an image that is mixed with another one, without MixUp; 0: off
     """
 
@@ -163,6 +163,9 @@ class Classifier(Method):
                  std=IMAGENET_STD, *, pool="mean", drop_path=0.0, smoothing=0.0, mixup=0.0,
                  cutmix=0.0, mix_ratio=0.0):
         super().__init__()
+        pools = ("mean", "token", "extra", "joined")
+        require(pool in pools and (pool != "extra" or extra_tokens),
+                f"--pool {pool} must be one of {pools}; extra is for MINR only")
         require(not mix_ratio or not (mixup or cutmix), f"--mix_ratio {mix_ratio} needs --mixup 0 "
                                                         f"--cutmix 0")
         self.classes, self.pool, self.probe, self.smoothing = classes, pool, probe, smoothing
@@ -172,7 +175,6 @@ class Classifier(Method):
         self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads, drop_path=drop_path,
                            norm=norm if probe else pool == "token", extra_tokens=extra_tokens)
         self.encoder.pos_embed.requires_grad_()            # fixed in pretraining, learned here
-        require(pool != "extra" or extra_tokens, "--pool extra is for MINR only; try --pool mean")
         width = dim * (extra_tokens or self.encoder.num_patches) if pool == "joined" else dim
         self.num_features = width
         linear = nn.Linear(width, classes)
@@ -345,26 +347,16 @@ def evaluate_checkpoint(flags, cls):
 
 
 # ------------------------------------------------------------------------------- the command line
-FEATURES = {  # flags, as in train.py
-    "pool": (("mean", "token", "extra", "joined"), "mean: of the patch tokens (default); token: "
-             "class token; extra: mean of MINR's weight tokens; joined: all of these (default for "
-             "MINR, up to 5000 features) or, without any, all patch tokens as one vector")}
-AUGMENT = {
+TUNING = {  # flags, as in train.py; a Classifier's own arguments are flags, too
     "randaug": (in_range(int, 0, 30), "magnitude of RandAugment, up to 30; 0: off"),
     "erasing": (fraction, "probability of erasing a rectangle"),
-    "mixup": (not_negative, "alpha of MixUp; 0: off"),
-    "cutmix": (not_negative, "alpha of CutMix; 0: off"),
-    "mix_ratio": (fraction, "weight of an image mixed with another one, without MixUp; 0: off"),
-    "smoothing": (fraction, "label smoothing")}
-ENCODER_RECIPE = {  # not for a probe, whose encoder is frozen
-    "drop_path": (fraction, "drop path rate of the last block"),
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 
 
 def main(argv=None, classifier=Classifier):
     """Run `python finetune.py` with the arguments `argv`, like train.main, on a Classifier or a
-    subclass, whose own arguments become flags. Returns the last row of log.jsonl. The modes knn
-    and eval write no files, and return the accuracies."""
+    subclass. Returns the last row of log.jsonl. The modes knn and eval write no files, and return
+    the scores."""
     words = train.words_of(argv)
     modes = (*RECIPES, "knn", "eval")
     parser = train.new_parser("finetune.py", f"--checkpoint FILE --mode {'|'.join(modes)}", words)
@@ -383,20 +375,20 @@ def main(argv=None, classifier=Classifier):
         train.add_flags(parser, "encoder", {"heads": train.ENCODER["heads"]})
         return evaluate_checkpoint(parser.parse_args(words), classifier)
     train.add_flags(parser, "training images and encoder", train.ENCODER)
-    train.add_flags(parser, "features", FEATURES)
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
            help="use this fraction of each class's labels, at least one per class (1)")
+    own, flags = train.arguments_of(classifier)
     if mode == "knn":
         option("--k", type=count, default=20, help="number of neighbours (20)")
+        flags = {name: flags[name] for name in flags if name not in FINETUNE}  # for training
+    recipe, small = RECIPES.get(mode, ({}, {}))
+    train.add_flags(parser, f"arguments of {classifier.__name__}", flags, {**own, **recipe}, small)
     if mode != "knn":
         train.add_flags(parser, "run", train.RUN)
-        recipe, small = RECIPES[mode]
-        flags = {**train.RECIPE, **AUGMENT, **({} if mode == "linear" else ENCODER_RECIPE)}
+        flags = {**train.RECIPE, **TUNING}
+        if mode == "linear":                               # its encoder is frozen
+            del flags["layer_decay"]
         train.add_flags(parser, "recipe", flags, {**train.DEFAULTS, **recipe}, small)
-    own, flags = train.arguments_of(classifier)
-    known, _ = train.arguments_of(Classifier)              # these have flags already
-    flags = {name: flags[name] for name in flags if name not in known}
-    train.add_flags(parser, f"arguments of {classifier.__name__}", flags, own)
     run = nearest_neighbours if mode == "knn" else finetune
     return run(parser.parse_args(words), classifier)
 

@@ -155,7 +155,6 @@ def fit(run, here, model, data, val, transform=None):
         if validate or keep or time.perf_counter() - saved_at > 60:
             save_run(run, here, model, data, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
-        if validate:
             said = [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
             bar.write(f"epoch {epoch}: {', '.join(said)}")
     bar.close()
@@ -270,8 +269,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
         layers["derived"] = derive(recipe, chosen, images, val_images, scale)
         values.update(layers["derived"])
         warmup, epochs, lr, least = (values[x] for x in ("warmup_epochs", "epochs", "lr", "min_lr"))
-        require(warmup < epochs or not epochs, f"--warmup_epochs {warmup} leave nothing of {epochs} "
-                                               f"--epochs")
+        require(warmup < epochs or not epochs, f"--warmup_epochs {warmup} must be below {epochs}")
         require(least <= lr, f"--min_lr {least} must be at most the learning rate, {lr}")
     origin = {name: source for source, layer in layers.items() for name in layer
               if name in {*own, *paper, "lr", "min_lr"}}
@@ -360,6 +358,7 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
 # ------------------------------------------------------------------------------------------- data
 MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
 CHUNK = 64   # images that a worker reads at once: 16 workers with 4,096 each would take 9.9 GB
+HIDDEN = (".", "__MACOSX", "@eaDir")                       # begin names of no photos and classes
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")    # PIL's others may run other programs
 SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
@@ -485,21 +484,16 @@ def open_tensors(file, parts):
 
 
 def is_photo(file, root):
-    """Return whether a file below root is an image, and neither it nor a folder of it is hidden."""
-    names = Path(file).relative_to(root).parts
-    return file.lower().endswith(IMG_EXTENSIONS) and not any(map(is_hidden, names))
-
-
-def is_hidden(name):
-    """Return whether a name is one of those that notebooks, Macs and network disks hide."""
-    return name.startswith(".") or name in ("__MACOSX", "@eaDir")
+    """Return whether a file below root is an image, and neither it nor a folder of it is HIDDEN."""
+    hidden = any(name.startswith(HIDDEN) for name in Path(file).relative_to(root).parts)
+    return file.lower().endswith(IMG_EXTENSIONS) and not hidden
 
 
 class PhotoFolder(ImageFolder):
-    """An ImageFolder in which hidden folders are no classes."""
+    """An ImageFolder in which HIDDEN folders are no classes."""
 
     def find_classes(self, directory):
-        names = [name for name in super().find_classes(directory)[0] if not is_hidden(name)]
+        names = [x for x in super().find_classes(directory)[0] if not x.startswith(HIDDEN)]
         return names, {name: i for i, name in enumerate(names)}
 
 
@@ -833,11 +827,9 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
         return {name: sum(each[name] for each in all_sums) / n for name in sums}
 
     def progress(self, items, title, **options):
-        """Return a progress bar over `items`. In a log file, it writes a line per minute."""
-        terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()        # not IDLE
-        pause = 0.1 if terminal else 60
-        return tqdm(items, title, leave=False, mininterval=pause, delay=pause,
-                    disable=self.rank > 0, **options)
+        """Return a progress bar over `items`, which is invisible in log files and notebooks."""
+        terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()        # not IDLE's
+        return tqdm(items, title, leave=False, disable=self.rank > 0 or not terminal, **options)
 
 
 def start_processes(flags):

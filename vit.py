@@ -67,9 +67,9 @@ def normalize_patches(patches):
 # ---------------------------------------------------------------------------------------- positions
 def sincos_pos_embed(dim, grid):
     """Return fixed sine-cosine positions (1,1+L,dim), float32, for a grid (h, w), as in MAE
-    Appendix A.1 with the release's channel layout. The class token comes first and gets zeros. A
-    patch in row y, column x gets [sin(x f), cos(x f), sin(y f), cos(y f)] with f_i = 10000^(-i/n),
-    n = dim/4 and i = 0, ..., n-1. Raises InputError unless dim is a positive multiple of 4."""
+    Appendix A.1 with the release's channel layout. The class token's, the first, are zero. A patch
+    in row y, column x gets [sin(x f), cos(x f), sin(y f), cos(y f)] with f_i = 10000^(-i/n), n =
+    dim/4 and i = 0, ..., n-1. Raises InputError unless dim is a positive multiple of 4."""
     require(dim > 0 and dim % 4 == 0, f"dim {dim} must be a positive multiple of 4 (for positions)")
     h, w = grid
     frequency = 10000 ** -(torch.arange(dim // 4).double() / (dim // 4))  # (dim/4,)
@@ -106,9 +106,8 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
     "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
     and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
-    one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less if
-    clipped at its border. If 16 of them are too few (at ratio 0.9, in 14% of images), random
-    patches follow. MAE's, from BEiT, lie inside the image and have at least 16 patches."""
+    one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less at
+    its border; after 16, random patches follow. MAE's, from BEiT, lie inside the image."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)
@@ -406,12 +405,11 @@ ENCODER_NAMES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "
 
 
 def from_released(state):
-    """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names; an outer
-    "model" key is optional. Encoder parameters get the prefix `encoder.`, and the patch embedding,
-    a convolution `patch_embed.proj`, becomes a linear layer. Decoders and heads keep their names.
-    Prefixes of all names, e.g. DistributedDataParallel's and Lightning's, are removed."""
+    """Convert a released state dict from MAE, CrossMAE or timm (vit_*) to our names. Encoder
+    parameters get the prefix `encoder.`, and the patch embedding, a convolution `patch_embed.proj`,
+    becomes a linear layer. Decoders and heads keep their names. A prefix of all names, e.g. that of
+    DistributedDataParallel or Lightning, is removed."""
     ours = {}
-    state = state.get("model", state)
     anchor = next((name for name in state if name.endswith("patch_embed.proj.weight")), "")
     for name, value in state.items():                      # e.g. module., _orig_mod., backbone.
         name = name.removeprefix(anchor.removesuffix("patch_embed.proj.weight"))
@@ -430,9 +428,9 @@ def resize_pos_embed(pos_embed, grid, new_grid):
 
 
 def sizes_of(state, path, heads=None):
-    """Infer the encoder's constructor arguments from the shapes in a state dict with our names.
-    Assumes RGB images, and square patches in a square grid. Shapes do not show the number of heads:
-    it is `heads` or the one in SIZES for this width and depth. Raises InputError if this fails."""
+    """Infer the encoder's constructor arguments from the shapes in a state dict with our names, for
+    RGB images and square patches in a square grid. The number of heads is `heads` or the one in
+    SIZES for this width and depth. Raises InputError if this fails."""
     for name in ("encoder.patch_embed.weight", "encoder.pos_embed"):
         require(name in state, f"{path} is no ViT with released names ({name} is missing); it has "
                 f"{next(iter(state), 'nothing')}, ...: see tests/docs/REFERENCE.md")
@@ -448,20 +446,14 @@ def sizes_of(state, path, heads=None):
     heads = heads or known.get((dim, depth))
     require(heads, f"cannot tell the number of heads from {path}: pass --heads")
     return dict(img_size=(side * patch_size,) * 2, patch_size=(patch_size,) * 2, in_chans=3,
-                dim=dim, depth=depth, heads=heads, extra_tokens=count_extra_tokens(state))
-
-
-def count_extra_tokens(state):
-    """Return the encoder's number of extra tokens, from a state dict with our names."""
-    return len(state.get("encoder.extra_tokens", ()))
+                dim=dim, depth=depth, heads=heads)
 
 
 def transfer(model, state, grid):
-    """Initialise `model` from a state dict with our parameter names. The encoder is always loaded.
-    A decoder, a head or a frozen teacher is loaded only if all of its names and shapes match.
-    Positions are interpolated unless the state dict's `grid` (h, w) is the model's. Returns the
-    names not set in the model, and the names not used from `state`. Raises InputError if these
-    include any encoder parameters other than norm and extra tokens."""
+    """Initialise `model` from a state dict with our names: its encoder and, if all their names and
+    shapes match, its decoder or head, and its teacher. Positions are interpolated unless the state
+    dict's `grid` (h, w) is the model's. Returns the names not set in the model, and those not used
+    from `state`. Raises InputError if these have encoder parameters but norm and extra tokens."""
     own, state = model.state_dict(), dict(state)
     if grid != model.encoder.grid:
         for name in own.keys() & state.keys():

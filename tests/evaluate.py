@@ -3,10 +3,11 @@
     python -m tests.evaluate runs/mae_shapes runs/minr_shapes [--mask_ratios 0.75 0.5]
 
 This prints a row of PSNRs for each checkpoint, mask and ratio, and saves a picture for the first
-mask and ratio. The column psnr_mean_colour is what a model reaches that has learned nothing. Of a folder of unlabelled images on which a checkpoint was trained, only the images
-that it held out count. Where predictions are normalised, the picture (but no PSNR) uses each true
-patch's mean and variance. All checkpoints need the same image and patch size. tests/analyses.py has
-the papers' analyses.
+mask and ratio. The column psnr_mean_colour is what a model reaches that has learned nothing. Of a
+folder of unlabelled images on which a checkpoint was trained, only the images that it held out
+count. Where predictions are normalised, the picture (but no PSNR) uses each true patch's mean and
+variance. All checkpoints need the same image and patch size. tests/analyses.py has the papers'
+analyses.
 """
 
 import argparse

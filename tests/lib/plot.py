@@ -14,7 +14,8 @@ DARK = "#58a6ff #f0883e #3fb950 #bc8cff #f778ba #d29922 #39c5cf #8b949e".split()
 STYLE = """
 text { font: %dpx -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .back { fill: #fff } .grid { stroke: #d0d7de } .dot { opacity: .5 } .title { font-weight: 600 }
-.line { fill: none; stroke: currentColor; stroke-width: 2 } .thin { stroke-width: 1 } .mark { fill: currentColor }
+.line { fill: none; stroke: currentColor; stroke-width: 2 } .mark { fill: currentColor }
+.thin { stroke-width: 1 }
 @media (max-width: 560px) { text { font-size: %dpx } }
 %s
 @media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .back { fill: #0d1117 }

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from train import load_model, read_checkpoint
-from vit import ViT, count_extra_tokens, require
+from vit import ViT, require
 
 NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
                      help="whether a released file's targets were normalised; default: its name "
@@ -32,9 +32,8 @@ def with_decoder(content, norm_pix_loss=None):
         norm_pix_loss = is_cross or "full" in Path(path).name
         require(norm_pix_loss or "visualize" in Path(path).name, f"{path}: were its targets "
                 f"normalised? Pass --norm_pix_loss or --no-norm_pix_loss")
-    config = {name: value for name, value in content["config"].items() if name != "extra_tokens"}
-    config.update(norm_pix_loss=norm_pix_loss, decoder_dim=state["decoder_pos_embed"].shape[2],
-                  decoder_depth=depth, decoder_heads=16)
+    config = dict(content["config"], norm_pix_loss=norm_pix_loss, decoder_heads=16,
+                  decoder_dim=state["decoder_pos_embed"].shape[2], decoder_depth=depth)
     if is_cross:
         maps = state["wfm.linear.weight"].shape[1] if "wfm.linear.weight" in state else 0
         config.update(feature_maps="all" if maps else "last", include_input=maps > config["depth"],
@@ -61,7 +60,7 @@ def load_encoder(path, heads=None):
     sizes = {name: content["config"][name]
              for name in ("img_size", "patch_size", "in_chans", "dim", "depth", "heads")}
     encoder = ViT(**sizes, norm="norm.weight" in state,
-                  extra_tokens=count_extra_tokens(content["model"]))
+                  extra_tokens=len(content["model"].get("encoder.extra_tokens", ())))
     encoder.load_state_dict(state)
     encoder.mean, encoder.std = content["mean"], content["std"]
     return encoder.eval()

@@ -1,6 +1,8 @@
 """What goes wrong: command lines, checkpoints, images, kills, full disks, losses that are not
 finite. Invalid input ends with exit code 2 and one line, and no run is lost."""
 
+import errno
+import io
 import json
 import math
 import os
@@ -9,6 +11,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ train | --lr nan                               | --lr
 train | --betas 0.9,b                          | --betas ; '0.9,b'
 train | --betas 0.9                            | --betas ; '0.9'
 train | --betas 0.9,1.5                        | --betas ; 1.5 must be between 0 and 1
-train | --epochs 3 --warmup_epochs 3           | --warmup_epochs 3.0 ; 3 --epochs
+train | --epochs 3 --warmup_epochs 3           | --warmup_epochs 3.0 ; below 3
 train | --lr 1e-4 --min_lr 1e-2                | --min_lr 0.01 ; 0.0001
 train | --init runs/mae --heads 1              | runs/mae/last.pt has 2 heads, not --heads 1
 tune  | --heads 1                              | runs/mae/last.pt has 2 heads, not --heads 1
@@ -57,6 +60,7 @@ train | --method imae --teacher runs/mae --patch_size 8 | teacher
 eval  | runs/tuned                             | runs/tuned
 eval  | runs/mae runs/large                    | runs/large
 tune  | --data flat/up/data/val/a              | classes
+tune  | --pool means                           | --pool means ; joined
 tune  | --dim 32                               | the file has (16, ; the model (32,
 tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; BatchNorm
 test  | --checkpoint runs/mae/last.pt          | runs/mae/last.pt
@@ -180,7 +184,111 @@ def test_what_replaces_an_image(tmp_path):
         [read[5, i] for i in range(80)]
 
 
-# ------------------------------------------------------------------------------------------- kills
+@pytest.mark.parametrize("kind, name", [("uint16", "x.png"), ("uint16", "x.tif"),
+                                        ("int32", "x.tif"), ("float32", "x.tif")])
+def test_files_of_other_depths(tmp_path, capsys, kind, name):
+    """16 bits of which only 8 are used get a line, because they become black. 32 bits are refused,
+    and so are formats that are not images, whatever their name: EPS would run Ghostscript."""
+    for i in range(4):
+        Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(tmp_path / f"{i}{name}")
+    if kind == "uint16":
+        train.open_data(str(tmp_path), HERE)
+        assert "of one colour: were 16 bits" in capsys.readouterr().out
+        for i in range(4):
+            Image.fromarray(np.arange(256).reshape(16, 16).astype(kind) * 256).save(
+                tmp_path / f"{i}{name}")
+        assert train.open_data(str(tmp_path), HERE)[0].images.max() == 255
+        assert "of one colour" not in capsys.readouterr().out
+    else:
+        with pytest.raises(InputError, match="cannot read"):
+            train.open_data(str(tmp_path), HERE)
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "eps.png")
+    with pytest.raises(InputError, match="cannot identify image file"):
+        train.read_image(tmp_path / "eps.png")
+
+
+def test_cifar_without_a_network(tmp_path, monkeypatch, refused):
+    """The line says which file to put where."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", urlopen_without_network)
+    refused(train.main, "--data cifar10", "cifar-10-python.tar.gz", "the folder `data`")
+
+
+def urlopen_without_network(*_, **__):
+    raise URLError("no network")
+
+
+# ------------------------------------------------------------------- streams, processors, processes
+class Idle(io.StringIO):
+    """A stream like IDLE's: no `reconfigure`, and called a terminal."""
+
+    def isatty(self):
+        return True
+
+    reconfigure = property()
+
+
+def test_without_a_terminal(pretrain, monkeypatch):
+    """In IDLE and notebooks, a run prints readable lines. A script's `shell` has the same effect."""
+    out, err = Idle(), Idle()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    train.shell(pretrain)
+    assert "epoch 2: loss" in out.getvalue() and err.getvalue() == ""
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_slow_precision(pretrain, monkeypatch, capsys, has_bf16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
+    pretrain("--amp", "bf16", "--epochs", "0")
+    assert ("--amp bf16 is slower" in capsys.readouterr().out) != has_bf16
+
+
+def test_processes_that_see_different_folders(pretrain, monkeypatch, refused):
+    """One node resumes, another, with a disk of its own, would start anew: none trains."""
+    pretrain()
+    gather = train.Process.gather
+
+    def seen(self, value):
+        return [value, 0] if isinstance(value, int) and value == 2 else gather(self, value)
+    monkeypatch.setattr(train.Process, "gather", seen)
+    refused(lambda words: pretrain(*words), ["--resume", "--epochs", "3"], "epochs, [2, 0]",
+            "runs/mae")
+
+
+# ------------------------------------------------------------------------------ kills and full disks
+@pytest.mark.parametrize("owner, name, error, epoch", [
+    (torch, "save", RuntimeError("unexpected pos 1308672 vs 1308560"), 1),
+    (shutil, "copyfile", OSError(errno.ENOSPC, "No space left on device"), 2)])
+def test_a_full_disk(words, monkeypatch, refused, owner, name, error, epoch):
+    """The line names the disk. last.pt is whole and holds each epoch that was written; no part of a
+    file stays."""
+    train.main(words("full", 1))
+
+    def fill(*inputs, **_):
+        Path("runs/full/last.pt.tmp").write_bytes(b"half")
+        raise error
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fill)
+        refused(lambda words: train.shell(partial(train.main, words)),
+                [*words("full", 2), "--keep_every", "1"])
+    assert train.read_checkpoint("runs/full")["epoch"] == epoch
+    assert not [*Path("runs/full").glob("*tmp*")] and not Path("runs/full/epoch_2.pt").exists()
+    train.main([*words("full", 2), "--keep_every", "1"])
+
+
+def test_weights_only_are_not_resumed(words, refused):
+    """The line says how to start from them. If images were added since, it says the same."""
+    train.main(words("mae", 1))
+    last = train.read_checkpoint("runs/mae")
+    last["flags"]["images"] += 1
+    torch.save(last, "runs/mae/last.pt")
+    refused(train.main, words("mae", 2), "images was 41, is 40", "pass --init runs/mae/last.pt")
+    torch.save({name: last[name] for name in ("method", "config", "model")}, "runs/mae/last.pt")
+    refused(train.main, words("mae", 2), "only weights", "pass --init runs/mae/last.pt")
+
+
 
 @pytest.mark.parametrize("owner, name", [
     (train, "find_images"), (train.MAE, "reconstruct"), (os, "replace")])

@@ -176,12 +176,33 @@ def test_classes_of_a_checkpoint(tune, folder, refused):
                 "runs/tuned", "other.pt", ", ".join(names))
 
 
-def test_a_classifier_goes_on_as_it_was(tune):
-    """Training that starts from a classifier keeps its pooling, and its head."""
+def test_a_classifier_goes_on_as_it_was(tune, folder, capsys):
+    """Training that starts from a classifier keeps its pooling, and its head. For other classes, the
+    head is new, even if there are as many."""
     first, _ = tune("--pool", "token", "--epochs", "1")
-    finetune.main("--checkpoint runs/tuned --epochs 0 --batch_size 8 --name more".split())
+    words = "--checkpoint runs/tuned --epochs 0 --batch_size 8 --name"
+    finetune.main(f"{words} more")
     again = train.read_checkpoint("runs/more")
     assert again["config"]["pool"] == "token" and same(first["model"], again["model"])
+    data, val, _ = train.open_data(str(folder), HERE)
+    torch.save({name: (part.images, part.labels, ["c", "d"])
+                for name, part in (("train", data), ("val", val))}, "other.pt")
+    capsys.readouterr()
+    finetune.main(f"{words} other --data other.pt")
+    assert "new, with random weights: head" in capsys.readouterr().out
+    other = train.read_checkpoint("runs/other")["model"]
+    assert not torch.equal(other["head.weight"], first["model"]["head.weight"])
+    assert torch.equal(other["encoder.cls_token"], first["model"]["encoder.cls_token"])
+
+
+def test_images_from_0_to_1_are_refused(tune):
+    """The pixels of a pipeline of one's own, with ToDtype(scale=True), would all look black."""
+    tune("--epochs", "0")
+    model = train.load_model("runs/tuned", {"classifier": Classifier})
+    images = torch.rand(2, 3, *model.encoder.img_size)
+    with pytest.raises(InputError, match="images must be in .0, 255."):
+        model.classify(images)
+    assert model.classify(255 * images).shape == (2, 2)
 
 
 def test_nearest_neighbours_by_hand(spy):

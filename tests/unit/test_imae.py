@@ -153,7 +153,8 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
         assert same(teacher, {name: mae["model"][name] for name in teacher})
     other = pretrain("--seed", "1", *micro, "--epochs", "0", name="other")["model"]
     words = ["--method", "imae", "--epochs", "0", "--init"]
-    both = pretrain(*words, "runs/student", "--heads", "1", "--teacher", "runs/other", name="both")["model"]
+    both = pretrain(*words, "runs/student", "--heads", "1", "--teacher", "runs/other",
+                    name="both")["model"]
     assert all(torch.equal(both[f"teacher.{name}"], other[name]) for name in teacher)
     start = pretrain(*words, "runs/mae/last.pt", *micro, name="init")["model"]
     for i in range(2):

@@ -19,7 +19,7 @@ from tests.lib.released import load_encoder
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
 from train import IMAE, METHODS
-from vit import (InputError, Method, ViT, count_extra_tokens, mask_noise, normalize,
+from vit import (InputError, Method, ViT, mask_noise, normalize,
                  normalize_patches, patchify, unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
@@ -449,7 +449,7 @@ def test_what_finetuning_reads_is_trained(name):
     """The tokens that finetune.py pools by default get a gradient of the pretraining loss after the
     last block."""
     model, (images, noise) = build(name), images_and_noise()
-    extra = count_extra_tokens(model.state_dict())
+    extra = len(model.state_dict().get("encoder.extra_tokens", ()))
     pool = getattr(METHODS[name], "pool", finetune.default_pool(extra, 16))
     tuned = finetune.Classifier((16, 24), 4, 3, 16, 2, 2, extra_tokens=extra, probe=True, norm=True,
                                 pool=pool)

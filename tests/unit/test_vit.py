@@ -139,7 +139,7 @@ def test_released_names_both_ways(state):
     """Names and values are as before, also with the outer "model" and the prefixes of wrappers."""
     for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module."):
         model, theirs = mae(), {prefix + name: value for name, value in state.items()}
-        assert transfer(model, from_released({"model": theirs}), (4, 4)) == ([], [])
+        assert transfer(model, from_released(theirs), (4, 4)) == ([], [])
         assert same(to_released(model), state)
 
 
@@ -205,14 +205,13 @@ def test_sizes_of():
         blocks = {f"encoder.blocks.{i}.norm1.bias": torch.zeros(1) for i in range(depth)}
         return {"encoder.patch_embed.weight": torch.zeros(dim, 3 * 8 * 8),
                 "encoder.pos_embed": torch.zeros(1, 1 + 25, 1), **blocks}
-    common = dict(img_size=(40, 40), patch_size=(8, 8), in_chans=3, extra_tokens=0)
+    common = dict(img_size=(40, 40), patch_size=(8, 8), in_chans=3)
     for size in SIZES.values():
         assert sizes_of(shapes(**size), "x") == {**common, **size}
     with pytest.raises(ValueError, match="cannot tell the number of heads from x: pass --heads"):
         sizes_of(shapes(64, 3), "x")
     assert sizes_of(shapes(**SIZES["tiny"]), "x", 6)["heads"] == 6     # --heads wins
-    state = {**shapes(64, 3), "encoder.extra_tokens": torch.zeros(5, 64)}
-    assert sizes_of(state, "x", 8) == dict(common, dim=64, depth=3, heads=8, extra_tokens=5)
+    assert sizes_of(shapes(64, 3), "x", 8) == dict(common, dim=64, depth=3, heads=8)
     for count in (25, 1 + 16 * 8):                         # no class token; not a square grid
         with pytest.raises(InputError, match=f"x has {count} positions, which are not those of a "):
-            sizes_of({**state, "encoder.pos_embed": torch.zeros(1, count, 1)}, "x", 8)
+            sizes_of({**shapes(64, 3), "encoder.pos_embed": torch.zeros(1, count, 1)}, "x", 8)
