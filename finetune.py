@@ -405,9 +405,10 @@ def main(argv=None, classifier=Classifier):
 #   6. The recipe is for ViT-B, layer decay as in MAE and HyperMAE (CrossMAE Table 11 lists none).
 #      For other sizes, and for what the releases have instead, see tests/docs/FLAGS.md.
 #   7. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
-#   8. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2).
-#   9. The releases report the best epoch on the validation images; we report the last one. Their
-#      final learning rate is 1e-6, and `crop` (0.08) is timm's default, which no table has.
+#   8. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2), with an
+#      average of the weights, which we do not take.
+#   9. The releases report the best epoch on the validation images; we report the last one. When
+#      fine-tuning, their final learning rate is 1e-6. `crop` (0.08) is timm's, and in no table.
 
 if __name__ == "__main__":
     train.shell(main)

@@ -283,7 +283,7 @@ def teacher_state(checkpoint, config):
 #      model also has MAE's decoder embedding, but does not use it.
 #   7. The paper mixes within the batch, and so does `forward` without partners. train.py draws
 #      partners from the whole data set (draw_partners), so that `--same_class` can be exact. The
-#      release's script needs `classmixINPair`, which is missing: how it pairs images is unknown.
+#      release's `classmixINPair` is missing, but gets same_prob 1.0: probably pairs of one class.
 #   8. On ImageNet, Section 1 uses "MAE's specifications", i.e. blr 1.5e-4. We follow Table 1, which
 #      has 1e-3. For classification, Section 1 uses mask ratio 0.75 (our default) and normalised
 #      targets; for figures, 0.5 and plain ones. The rest is MAE's, e.g. 800 epochs.

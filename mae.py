@@ -66,8 +66,8 @@ class MAE(Method):
         return self.encoder(images, ids_keep)                          # (B, 1+K, D) item 2
 
     def add_mask_tokens(self, latent, ids_keep, ids_mask):
-        """Return the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": project the latent
-        (B,1+K,D) to width E, append a mask token per masked patch, and add positions (item 1)."""
+        """Return the decoder's input (B,1+L,E), as in Sec. 3, "MAE decoder": the latent (B,1+K,D),
+        projected to width E (A.1), and a mask token per masked patch, with positions (item 1)."""
         pos = self.decoder_pos_embed[0, 1:]                            # (L, E)
         x = self.decoder_embed(latent)                                 # (B, 1+K, E)
         return torch.cat([x[:, :1] + self.decoder_pos_embed[:, :1],    # (B, 1, E) class token

@@ -256,3 +256,31 @@ def test_handout(repository, tmp_path):
         words = re.search(rf"`python -m ({tool}.*?)`", page)[1].split()
         code, _ = ended(fork(program, folder, *words))
         assert code == 0, Path("out").read_text()
+
+
+def test_grading(tmp_path):
+    """TEACH.md's loop grades hand-ins, whatever else they contain. An endless loop ends."""
+    text = (ROOT / "tests/docs/TEACH.md").read_text(encoding="utf-8")
+    loop, = re.findall(r"```bash\n(for .*?)```", text, re.DOTALL)
+    course, desk = tmp_path / "course", tmp_path / "project"
+    shutil.copytree(ROOT / "tests", course / "tests", ignore=shutil.ignore_patterns("unit", "models"))
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, course)
+    exercise = course / "tests/exercise.py"
+    exercise.write_text(exercise.read_text("utf-8").replace("SECONDS = 30", "SECONDS = 2"), "utf-8")
+    for name, start in (("ada", ""), ("bob", "    while True:\n        pass\n")):
+        (tmp_path / "hand_ins" / name / "tests").mkdir(parents=True)
+        (tmp_path / "hand_ins" / name / "tests/exercise.py").write_text("print('is right')")
+        vit = (ROOT / "vit.py").read_text("utf-8")
+        order = "    order = noise.argsort(dim=1, stable=True)"
+        (tmp_path / "hand_ins" / name / "vit.py").write_text(vit.replace(order, start + order))
+        shutil.copy(ROOT / "mae.py", tmp_path / "hand_ins" / name)
+    desk.mkdir()
+    python = desk / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    path = f"{desk}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.run(["bash", "-c", loop], cwd=desk, env={**os.environ, "PATH": path},
+                          capture_output=True, text=True, check=True).stdout
+    assert said == "ada: 2 of 2 are right\nbob: 1 of 2 are right\n"
+    assert "2 seconds" in (tmp_path / "hand_ins/bob/grade.txt").read_text()

@@ -15,9 +15,10 @@ import torch
 import finetune
 import train
 from tests import bench, evaluate
-from tests.lib.released import load_encoder
+from tests.lib.released import load_encoder, to_released
 from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
                                  write_pictures)
+from vit import patchify
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
 
@@ -48,12 +49,25 @@ def desk(tmp_path_factory):
         Path("arrays").mkdir()
         images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), "uint8")
         for i, image in enumerate(images):
-            np.save(f"arrays/{i}.npy", np.stack([image] * 3))
+            np.save(f"arrays/{i}.npy", np.stack([16 * image.astype("uint16")] * 12))
+        made_up("audio", (64, 256), lambda x: x[:, :32])           # loud in low or high frequencies
+        made_up("series", (6, 40), lambda x: x[:, :3])             # in one half of the channels
+        made_up("volumes", (16, 32, 32), lambda x: x[:, :, :16])   # in the upper half
         labels = np.arange(40)[:, None] % 2
         np.savez("medmnist.npz", train_images=images, train_labels=labels, val_images=images[:9],
                  val_labels=labels[:9])
         Path("tests").symlink_to(ROOT / "tests")
     return root
+
+
+def made_up(name, shape, half):
+    """Write NAME.npz with 64 + 32 arrays of noise, of two classes: in the first, `half` is louder."""
+    rng, parts = np.random.default_rng(0), {}
+    for part, n in (("train", 64), ("val", 32)):
+        x, labels = rng.normal(size=(n, *shape)), np.arange(n) % 2
+        half(x)[labels == 0] += 1
+        parts.update({f"{part}_x": x, f"{part}_y": labels})
+    np.savez(f"{name}.npz", **parts)
 
 
 def few_shapes(patch):
@@ -65,7 +79,8 @@ def few_shapes(patch):
 
 @pytest.mark.parametrize("piece", python("HOWTO.md"))
 def test_howto(desk, monkeypatch, capsys, piece):
-    """Each answer runs as it stands, for one epoch, and prints the numbers in its comments."""
+    """Each answer runs as it stands, for one epoch, and prints the numbers in its comments. Other
+    data than photos train for eight, after which the classifier is better than chance."""
     monkeypatch.chdir(desk)
     few_shapes(monkeypatch)
     shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
@@ -74,17 +89,28 @@ def test_howto(desk, monkeypatch, capsys, piece):
     for name in ("METHODS", "IMG_EXTENSIONS", "read_image"):           # what a piece replaces comes
         value = getattr(train, name)                                   # back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
+    epochs = "8" if "accuracy =" in piece else "1"
     for module in (train, finetune):
         main = module.main
         monkeypatch.setattr(module, "main", lambda words, *more, main=main: main(
-            [*train.words_of(words), "--epochs", "1", "--workers", "0", "--overwrite"], *more))
+            [*train.words_of(words), "--epochs", epochs, "--workers", "0", "--overwrite"], *more))
     for module in ("wandb", "tensorboard"):
         if module in piece and not find_spec(module):
             pytest.skip(f"{module} is not installed")
     if not find_spec("onnxscript"):
         piece = re.sub(r"torch\.onnx.*", "", piece)
     capsys.readouterr()
-    exec(piece, {"__name__": "howto"})
+    names = {"__name__": "howto"}
+    exec(piece, names)
+    assert names.get("accuracy", 100) > 80                 # of two classes
+    if "as_images" in names:                               # a patch of the volume is one patch
+        volume, patches = torch.zeros(16, 32, 32), set()
+        for place in ((0, 0, 0), (3, 7, 7), (4, 0, 0), (0, 8, 0), (0, 0, 8)):
+            volume[place] = 1
+            tokens = patchify(names["as_images"](volume[None]), 8)[0].sum(1)   # (L,)
+            patches.add(tuple(tokens.nonzero().flatten().tolist()))
+            volume[place] = 0
+        assert len(patches) == 4                           # the first two are in the same patch
     wanted = re.findall(r"print\(.*  # ([\d.]+)", piece)
     assert not wanted or capsys.readouterr().out.split() == wanted
 
