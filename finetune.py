@@ -22,8 +22,7 @@ from vit import IMAGENET_MEAN, IMAGENET_STD, Method, ViT, normalize, require
 
 # --------------------------------------------------------------------------------------- training
 def finetune(flags, cls):
-    """Run --mode finetune, scratch or linear on a `cls`, a Classifier or a subclass. Returns the
-    last row of the log."""
+    """Run --mode finetune, scratch or linear on a `cls`, and return the last row of the log."""
     here = train.start_processes(flags)
     with train.open_run(flags, here, run_name(flags)) as folder:
         run, model, data, val = prepare(flags, here, cls, folder)
@@ -88,8 +87,8 @@ def run_name(flags):
 
 
 def augmentation(run, here, model, data):
-    """Return the transform of training images, or None if train.fit can crop whole batches.
-    RandAugment and erasing take one image at a time, and files are read by workers."""
+    """Return the transform of training images, or None if train.fit can crop whole batches, i.e.
+    without files, RandAugment and erasing, which take one image at a time."""
     require(not run.randaug or model.encoder.in_chans in (1, 3), f"RandAugment needs 1 or 3 "
             f"channels, and the images have {model.encoder.in_chans}: pass --randaug 0")
     require(not model.probe or run.batch_size > here.world * run.accum, f"--batch_size "
@@ -125,8 +124,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 
 def keep_labels(data, fraction, seed):
-    """Return a data set with only a fraction of each class's images, at least one per class, chosen
-    by the seed."""
+    """Return `data` with only a fraction of each class's images, at least one, as seeded."""
     g, chosen = torch.Generator().manual_seed(seed), []
     for c in range(len(data.classes)):
         ids = (data.labels == c).nonzero().flatten()
@@ -260,8 +258,9 @@ LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     FINETUNE, optimizer="sgd", blr=0.1, weight_decay=0.0, batch_size=4096, epochs=90,
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 # ours: what --recipe small replaces of the above, see tests/docs/RECIPE.md and train.derive
-SMALL_LINEAR = dict(batch_size=128, epochs=10, warmup_epochs=1, crop=0.5, **PLAIN)
-SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85, for_images=10_000)
+SMALL_LINEAR = dict(
+    batch_size=128, epochs=10, warmup_epochs=1, for_images=10_000, crop=0.5, **PLAIN)
+SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85)
 RECIPES = {  # for each mode: the paper's recipe and the small one
     "finetune": (FINETUNE, dict(SMALL, layer_decay=0.9)), "linear": (LINEAR, SMALL_LINEAR),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, width_power=1.5))}  # item 8

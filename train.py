@@ -19,7 +19,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 import warnings
@@ -143,16 +142,14 @@ def fit(run, here, model, data, val, transform=None):
                 require(math.isfinite(loss) or scaler.get_scale() > 1, f"the loss is {loss} at "
                         f"epoch {epoch}, step {step}: use --clip_grad or a lower --lr")
                 bar.set_postfix_str(f"epoch {epoch}, loss {loss:.4f}, lr {lr:.1e}", refresh=False)
-        images_per_second = steps * run.batch_size / (time.perf_counter() - epoch_began)
         row = {"epoch": epoch, "lr": lr, **here.mean_over_processes(sums, steps),
-               "img_s": round(images_per_second, 1)}
+               "img_s": round(steps * run.batch_size / (time.perf_counter() - epoch_began), 1)}
         history.append(row)
-        validate = epoch % run.eval_every == 0 or epoch == run.epochs
-        keep, columns = run.keep_every and epoch % run.keep_every == 0, None
+        validate, columns = epoch % run.eval_every == 0 or epoch == run.epochs, None
         if validate:
             scores, columns = evaluate_psnr(model, val, here, run.mask, most=run.eval_images)
             row.update(scores, **model.scores(data, val, here, run))
-        if validate or keep or time.perf_counter() - saved_at > 60:
+        if validate or time.perf_counter() - saved_at > 60:
             save_run(run, here, model, data, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
             said = [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
@@ -250,12 +247,12 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
     holds the constructor's arguments: sizes, own and fixed. The recipe `small` replaces parts of
     `paper`, by default for encoders narrower than base."""
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
-    wide = sizes["dim"] >= SIZES["base"]["dim"]
-    if chosen.get("recipe", "paper" if wide else "small") == "paper":
+    by_default = "paper" if sizes["dim"] >= SIZES["base"]["dim"] else "small"
+    if chosen.get("recipe", by_default) == "paper":
         small = {}
-    if "lr" in small:                                      # for the width of micro
-        relative_width = sizes["dim"] / SIZES["micro"]["dim"]
-        small = {**small, "lr": small["lr"] / relative_width ** small.get("width_power", 0)}
+    if "width_power" in small:                             # its lr is for the width of micro
+        factor = (sizes["dim"] / SIZES["micro"]["dim"]) ** small["width_power"]
+        small = {**small, "lr": small["lr"] / factor}
     layers = {"default": own, "paper": paper, "small": small,
               "init": {name: init[name] for name in own if name in init},      # of the --init file
               "flags": chosen}
@@ -692,9 +689,8 @@ def name_of(path):
 
 
 def save_run(run, here, model, data, optimizer, scaler, history, columns):
-    """Write last.pt, from which --resume continues, its copy for --keep_every, log.jsonl and any
-    new recon.png. A killed run or a full disk leaves a whole last.pt, the old one or the new one.
-    """
+    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png. A killed run or
+    a full disk leaves a whole last.pt, the old one or the new one."""
     folder, epoch, new = run.folder, history[-1]["epoch"], run.folder / "last.pt.tmp"
     if here.rank > 0:
         return
@@ -710,9 +706,6 @@ def save_run(run, here, model, data, optimizer, scaler, history, columns):
         raise InputError(f"cannot write {new}: is the disk full? ({error})") from error
     os.replace(new, folder / "last.pt")
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-    if run.keep_every and epoch % run.keep_every == 0:
-        shutil.copyfile(folder / "last.pt", new)
-        os.replace(new, folder / f"epoch_{epoch}.pt")
     if columns:
         with suppress(ImportError):                        # a copy without tests/
             from tests.lib.pictures import save_picture
@@ -776,23 +769,11 @@ def read_checkpoint(path, heads=None):
             "path": str(path)}
 
 
-def load_model(source, methods=METHODS):
-    """Return a checkpoint's model in eval mode, with the class_names of its training data. `source`
-    is a path or what read_checkpoint returns. Raises InputError if its method is unknown."""
-    content = source if isinstance(source, dict) else read_checkpoint(source)
-    require(content["method"] in methods, f"{content['path']} has the method {content['method']}, "
-            f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py")
-    model = methods[content["method"]](**content["config"])
-    model.load_state_dict(content["model"])
-    model.class_names = content.get("classes", [])
-    return model.eval()
-
-
 def initialize(model, start):
     """Initialise `model` from the checkpoint `start`: the encoder, and the decoder or head if it
     matches. Prints what is newly initialised and what is not loaded."""
-    heads, own_heads = start["config"]["heads"], model.encoder.blocks[0].attn.heads
-    require(heads == own_heads, f"{start['path']} has {heads} heads, not --heads {own_heads}")
+    ours, theirs = model.encoder.blocks[0].attn.heads, start["config"]["heads"]
+    require(ours == theirs, f"{start['path']} has {theirs} heads, not --heads {ours}")
     state = model.from_mae(start["model"]) if hasattr(model, "from_mae") else start["model"]
     missing, unused = transfer(model, state, grid_of(**start["config"]))
     for text, names in (("new, with random weights", missing), ("left out of the file", unused)):
@@ -913,7 +894,6 @@ RUN = {
     "runs": (path, "folder for all runs"),
     "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every X epochs; default: about 50 times, or fewer"),
-    "keep_every": (count, "keep last.pt as epoch_X.pt every X epochs; default: only last.pt"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -1020,10 +1000,9 @@ def main(argv=None):
     words = words_of(argv)
     parser = new_parser("train.py", f"--method {'|'.join(METHODS)}", words)
     parser.add_argument("--method", choices=METHODS, default="mae", help="(mae)")
-    name = parser.parse_known_args(words)[0].method        # it decides which other flags exist
-    cls = METHODS[name]
-    require(issubclass(cls, Method), f"--method {name}: class {cls.__name__} must inherit from "
-            f"vit.Method instead of nn.Module: see tests/docs/FORKS.md")
+    cls = METHODS[parser.parse_known_args(words)[0].method]            # decides on other flags
+    require(issubclass(cls, Method), f"class {cls.__name__} must inherit from vit.Method, not from "
+                                     f"nn.Module: see tests/docs/FORKS.md")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.set_defaults(data="shapes", eval_images=1000)
     add_flags(parser, "data and device", DATA)

@@ -26,7 +26,7 @@ from minr import MINR
 from tests.lib.masks import fixed_noise
 from tests.lib.pictures import save_picture
 from tests.lib.plot import as_table
-from tests.lib.released import load_any
+from tests.lib.models import load_any
 from train import open_data, read_checkpoint, shell, start_processes, val_batches
 from vit import denormalize, gather_patches, normalize, normalize_patches, patchify, visible_count
 

@@ -17,7 +17,7 @@ from textwrap import fill
 
 from tests.lib.pictures import save_picture
 from tests.lib.plot import as_table
-from tests.lib.released import NORM_PIX_LOSS, load_any
+from tests.lib.models import NORM_PIX_LOSS, load_any
 from train import (DATA, DEFAULTS, PRETRAINING, add_flags, evaluate_psnr, fraction, name_of,
                    open_data, path, read_checkpoint, shell, start_processes, words_of)
 from vit import InputError, require

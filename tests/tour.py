@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torchvision.transforms.v2.functional import to_pil_image
 
 from tests.lib.masks import copy_visible, fixed_noise
-from tests.lib.released import NORM_PIX_LOSS, load_any
+from tests.lib.models import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
 from train import IMAE, METHODS, center_crop, read_image, shell
 from vit import ViT, denormalize, normalize, require, unpatchify, visible_count

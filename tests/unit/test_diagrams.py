@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.unit.conftest import FIVE, ROOT
-from train import load_model, read_image
+from tests.lib.models import load_model
+from train import read_image
 from vit import mask_noise, normalize
 
 

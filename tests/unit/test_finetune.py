@@ -14,6 +14,7 @@ import finetune
 import train
 from finetune import Classifier
 from mae import MAE
+from tests.lib.models import load_model
 from tests.unit.conftest import (HERE, ROOT, TINY, parsed, same, settings, stopping_after_two,
                                  together, write_pictures)
 from tests.unit.golden import load, replay
@@ -114,8 +115,8 @@ def test_finetuning_and_probing_learn(tune, folder):
     assert row["top1"] == 100 and "top5" not in row        # of two classes
     assert content["history"][0].keys() >= {"top1", "loss", "lr", "img_s"}
     with pytest.raises(InputError, match="has the method classifier, .* in METHODS of train.py"):
-        train.load_model("runs/tuned/last.pt")
-    model = train.load_model("runs/tuned/last.pt", {"classifier": Classifier})
+        load_model("runs/tuned/last.pt")
+    model = load_model("runs/tuned/last.pt", {"classifier": Classifier})
     assert model.class_names == ["a", "b"]
     split = train.open_data(str(folder), HERE)[1]
     assert torch.equal(model.logits(normalize(split.images, model)).argmax(1), split.labels)
@@ -198,7 +199,7 @@ def test_a_classifier_goes_on_as_it_was(tune, folder, capsys):
 def test_images_from_0_to_1_are_refused(tune):
     """The pixels of a pipeline of one's own, with ToDtype(scale=True), would all look black."""
     tune("--epochs", "0")
-    model = train.load_model("runs/tuned", {"classifier": Classifier})
+    model = load_model("runs/tuned", {"classifier": Classifier})
     images = torch.rand(2, 3, *model.encoder.img_size)
     with pytest.raises(InputError, match="images must be in .0, 255."):
         model.classify(images)

@@ -11,7 +11,7 @@ import imae
 import train
 from imae import IMAE, check_same_class, draw_partners
 from mae import MAE
-from tests.lib.released import to_released
+from tests.lib.models import load_model, to_released
 from tests.unit.conftest import DECODER as DECODER_WORDS
 from tests.unit.conftest import TINY, same, stopping_after_two, together
 from tests.unit.golden import in_loss_space
@@ -140,13 +140,13 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
     student's checkpoint. With --init, an MAE also initialises the branches."""
     micro = ["--dim", "64", "--depth", "4"]                # sizes that tell the number of heads
     mae = pretrain(*micro, "--epochs", "0")
-    torch.save({"model": to_released(train.load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
+    torch.save({"model": to_released(load_model("runs/mae/last.pt"))}, tmp_path / "mae.pth")
     for name in ("img_size", "patch_size", "in_chans", "decoder_dim"):
         with pytest.raises(ValueError, match=f"the teacher has {name} .*, this model 99"):
             imae.teacher_state(mae, {**mae["config"], name: 99})
     for file in ("runs/mae/last.pt", "mae.pth"):           # --heads is the student's
         pretrain(*"--method imae --overwrite --heads 1 --teacher".split(), file, name="student")
-        model = train.load_model("runs/student/last.pt")
+        model = load_model("runs/student/last.pt")
         assert model.distill_weight == 1.0
         assert model.teacher["encoder"].blocks[0].attn.heads == 2
         teacher = model.teacher.state_dict()

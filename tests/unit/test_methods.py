@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import finetune
 import train
-from tests.lib.released import load_encoder
+from tests.lib.models import load_encoder, load_model
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
 from train import IMAE, METHODS
@@ -418,7 +418,7 @@ def test_from_the_command_line_to_a_classifier(name, pretrain, folder, capsys):
                        own=flags(BASE[name]))
     row = content["history"][1]
     assert all(math.isfinite(v) for v in row.values()), f"a metric is not finite: {row}"
-    model = train.load_model(f"runs/{name}/last.pt")
+    model = load_model(f"runs/{name}/last.pt")
     assert isinstance(model, METHODS[name]) and not model.training, "load_model: another class"
     assert same(model.state_dict(), content["model"]), "load_model gives other weights"
 

@@ -20,7 +20,7 @@ import train
 from mae import MAE
 from tests import play, tour
 from tests.analyses import psnr
-from tests.lib.released import to_released
+from tests.lib.models import to_released
 from vit import denormalize, normalize
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)

@@ -15,7 +15,7 @@ import torch
 import finetune
 import train
 from tests import bench, evaluate
-from tests.lib.released import load_encoder, to_released
+from tests.lib.models import load_encoder, load_model, to_released
 from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
                                  write_pictures)
 from vit import patchify
@@ -147,7 +147,7 @@ def test_forks(pretrain, tune, monkeypatch):
                        if name.startswith("teacher.")}
             if file:                                       # frozen, and loaded from its file
                 assert same(teacher, load_encoder(file[1]).state_dict())
-                assert train.load_model("runs/fork").teacher.dim == 64
+                assert load_model("runs/fork").teacher.dim == 64
             elif teacher:
                 assert not torch.equal(teacher["cls_token"], run["model"]["encoder.cls_token"])
         bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
@@ -160,7 +160,7 @@ def test_forks(pretrain, tune, monkeypatch):
     part, _ = tune(*words, "--resume", name="part")
     assert same(whole["model"], part["model"])
     assert main("--mode eval --checkpoint runs/whole --workers 0")["top1"] == row["top1"]
-    model = train.load_model("runs/whole", {"classifier": cls})
+    model = load_model("runs/whole", {"classifier": cls})
     images = torch.rand(2, 3, *model.encoder.img_size)
     assert not torch.equal(model.logits(images), model.live.logits(images))
 
@@ -205,7 +205,7 @@ def commands(page):
     text = page.read_text(encoding="utf-8")
     shell = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL)).replace("\\\n", "")
     found = re.findall(r"(?:^|[ /])((?:train|finetune)\.py(?: --.*?)?)(?:  #|$)", shell, re.M)
-    return [command.split() for command in found]
+    return [command.split() for command in found if "$" not in command]
 
 
 def test_commands_of_the_readme():

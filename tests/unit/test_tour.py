@@ -24,6 +24,7 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests import analyses, tour
+from tests.lib.models import load_model
 from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
 from train import center_crop, read_image
@@ -219,7 +220,7 @@ def test_page(name, tmp_path):
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     text, rows = read_page(tmp_path / "x.html")
     assert len(page) < 1e6 and "last block: attention of the" in text
-    model = train.load_model(ROOT / f"tests/models/{name}.pt")
+    model = load_model(ROOT / f"tests/models/{name}.pt")
     with torch.no_grad():
         call, = trace(lambda: model(torch.rand(1, 3, 32, 32)), FILES)
     for step in call.steps:

@@ -7,7 +7,7 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests.lib.masks import fixed_noise
-from tests.lib.released import to_released
+from tests.lib.models import to_released
 from tests.unit.conftest import ROOT, same
 from tests.unit.golden import load
 from vit import (SIZES, Block, InputError, ViT, denormalize, from_released, mask_noise, masking,

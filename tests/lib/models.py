@@ -3,12 +3,24 @@
 import argparse
 from pathlib import Path
 
-from train import load_model, read_checkpoint
+from train import METHODS, read_checkpoint
 from vit import ViT, require
 
 NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
                      help="whether a released file's targets were normalised; default: its name "
                           "says so")
+
+
+def load_model(source, methods=METHODS):
+    """Return a checkpoint's model in eval mode, with the class_names of its training data. `source`
+    is a path or what read_checkpoint returns. Raises InputError if its method is unknown."""
+    content = source if isinstance(source, dict) else read_checkpoint(source)
+    require(content["method"] in methods, f"{content['path']} has the method {content['method']}, "
+            f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py")
+    model = methods[content["method"]](**content["config"])
+    model.load_state_dict(content["model"])
+    model.class_names = content.get("classes", [])
+    return model.eval()
 
 
 def load_any(source, norm_pix_loss=None):
