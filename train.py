@@ -76,7 +76,6 @@ def pretrain(flags):
             initialize(model, start)
         if flags.teacher:                                  # replaces one in the --init file
             model.teacher.load_state_dict(teacher_state(teacher, run.config))
-            print(f"teacher {flags.teacher}")
         transform = None if data.in_memory else crop_transform(size, run)
         return fit(run, here, model, data, val, transform)
 
@@ -191,11 +190,11 @@ def train_step(run, here, model, net, optimizer, scaler, batch, seed):
 def draw_keys(run, here, model, labels, epochs):
     """Yield the keys (b,2) of this process's images for each step of `epochs` (1, 2, ...). A key is
     a crop seed, which differs between the crops of an image, and an image's index."""
+    n = len(labels)
     for epoch in epochs:
         seed = hash((run.seed, epoch - 1))
         g = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(labels), generator=g)
-        order = order[:len(labels) - len(labels) % run.batch_size]
+        order = torch.randperm(n, generator=g)[:n - n % run.batch_size]
         crops = model.draw_images(order, labels, run, g)
         keys = [keys_of(ids, seed ^ i).split(run.batch_size) for i, ids in enumerate(crops)]
         for step in zip(*keys):
@@ -227,10 +226,10 @@ def wrap(model, run, here):
 
 def describe(run, here, model, data, val, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
-    encoder, val_images = model.encoder, len(val.labels[:run.eval_images])
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {run.data}: {run.images} train, {val_images} val, {encoder.img_size} pixels in "
-          f"patches of {encoder.patch_size}, in {'memory' if data.in_memory else 'files'}")
+    print(f"data    {run.data}: {run.images} train, {len(val.labels[:run.eval_images])} val, "
+          f"{run.img_size} pixels in patches of {run.patch_size}, "
+          f"in {'memory' if data.in_memory else 'files'}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -265,9 +264,9 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
         recipe = {**paper, **small}
         layers["derived"] = derive(recipe, chosen, images, val_images, scale)
         values.update(layers["derived"])
-        warmup, epochs, lr, least = (values[x] for x in ("warmup_epochs", "epochs", "lr", "min_lr"))
-        require(warmup < epochs or not epochs, f"--warmup_epochs {warmup} must be below {epochs}")
-        require(least <= lr, f"--min_lr {least} must be at most the learning rate, {lr}")
+        for low, high in (("warmup_epochs", "epochs"), ("min_lr", "lr")):
+            require(values[low] < values[high] or values[high] == 0,
+                    f"--{low} {values[low]} must be below --{high} {values[high]}")
     origin = {name: source for source, layer in layers.items() for name in layer
               if name in {*own, *paper, "lr", "min_lr"}}
     values.update(**sizes, **facts, images=images, config=config, origin=origin)
@@ -381,9 +380,8 @@ class Transformed(Dataset):
     unreadable file; another image and its label replace it."""
 
     def __init__(self, data, transform):
-        self.images, self.labels, self.transform = data.images, data.labels, transform
-        if data.in_memory:
-            self.images = data.images.cpu()
+        self.labels, self.transform = data.labels, transform
+        self.images = data.images.cpu() if data.in_memory else data.images
 
     def __getitem__(self, key):
         """Return image i and its label for key = (seed, i). The seed is for random transforms."""
@@ -405,10 +403,9 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W), by
     default that of the images. Images in memory are on the device and at most that large."""
     found, opened = find_images(name, parts, here, img_size), []
-    first, sizes = found[0], [found[0].images.shape[2:]]
-    if not first.in_memory:
-        sizes = sizes_of_files(first.images)
-    img_size = img_size or (tuple(sizes[0]) if first.in_memory else default_size(sizes))
+    first = found[0]
+    sizes = [] if first.in_memory else sizes_of_files(first.images)
+    img_size = img_size or (default_size(sizes) if sizes else tuple(first.images.shape[2:]))
     if train_images:                                       # before files are read into memory
         found[0] = first.select(random_order(len(first.labels))[:train_images])
     for data in found:
@@ -521,8 +518,7 @@ def sizes_of_files(files):
             images.append(read_image(os.fsdecode(file)))
     require(images, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
     if all(image.max() - image.min() < 8 for image in images):         # uint8
-        print(f"note    each of {len(images)} sampled images is of one colour: were 16 bits, which "
-              f"are divided by 256, only partly used? See tests/docs/HOWTO.md")
+        print("note    sampled images are of one colour: see \"16 bits\" in tests/docs/HOWTO.md")
     return [tuple(image.shape[1:]) for image in images]
 
 
@@ -689,8 +685,8 @@ def name_of(path):
 
 
 def save_run(run, here, model, data, optimizer, scaler, history, columns):
-    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png. A killed run or
-    a full disk leaves a whole last.pt, the old one or the new one."""
+    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png. A killed run
+    or a full disk leaves a whole last.pt, the old one or the new one."""
     folder, epoch, new = run.folder, history[-1]["epoch"], run.folder / "last.pt.tmp"
     if here.rank > 0:
         return
@@ -718,9 +714,9 @@ def resume(run, here, model, data, optimizer, scaler):
     optimizer differ."""
     path, history = run.folder / "last.pt", []
     if run.overwrite and here.rank == 0:                   # all files have been read, also --init's
-        for old in (x for kind in ("*.pt", "log.jsonl", "curves.svg", "recon.png")
-                    for x in run.folder.glob(kind)):
-            old.unlink()
+        for old in run.folder.iterdir():
+            if old.suffix in (".pt", ".jsonl", ".svg", ".png"):
+                old.unlink()
     if run.resume and not path.exists():
         print(f"note    nothing to resume: {path} does not exist, so a new run starts")
     elif run.resume:
@@ -803,9 +799,8 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
 
     def mean_over_processes(self, sums, n):
         """Return {name: sum / n}, with the sums and the counts n added up over all processes."""
-        all_sums = self.gather({name: float(value) for name, value in sums.items()})
-        n = sum(self.gather(n))
-        return {name: sum(each[name] for each in all_sums) / n for name in sums}
+        every = self.gather({"n": n, **{name: float(value) for name, value in sums.items()}})
+        return {name: sum(x[name] for x in every) / sum(x["n"] for x in every) for name in sums}
 
     def progress(self, items, title, **options):
         """Return a progress bar over `items`, which is invisible in log files and notebooks."""
@@ -1011,8 +1006,7 @@ def main(argv=None):
     add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.small_recipe)
     own, flags = arguments_of(cls)
     add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.small_config)
-    pairs = PAIRS if issubclass(cls, IMAE) else {}
-    add_flags(parser, "pretraining", {**PRETRAINING, **pairs})
+    add_flags(parser, "pretraining", PRETRAINING | (PAIRS if issubclass(cls, IMAE) else {}))
     return pretrain(parser.parse_args(words))
 
 

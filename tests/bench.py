@@ -76,10 +76,11 @@ class Case:
         return self.model.draw_batch([images] * self.model.crops, labels, noise)
 
     def step(self):
-        """Take a training step."""
-        train.train_step(self.run, self.here, self.model, self.net, self.optimizer, self.scaler,
-                         self.inputs, 0)
+        """Take a training step, and return its loss."""
+        metrics = train.train_step(self.run, self.here, self.model, self.net, self.optimizer,
+                                   self.scaler, self.inputs, 0)
         self.model.after_step(0.5)
+        return metrics["loss"]
 
 
 def measure(cases, steps, warmup):

@@ -6,8 +6,7 @@ This prints a row of PSNRs for each checkpoint, mask and ratio, and saves a pict
 mask and ratio. The column psnr_mean_colour is what a model reaches that has learned nothing. Of a
 folder of unlabelled images on which a checkpoint was trained, only the images that it held out
 count. Where predictions are normalised, the picture (but no PSNR) uses each true patch's mean and
-variance. All checkpoints need the same image and patch size. tests/analyses.py has the papers'
-analyses.
+variance. All checkpoints need the same image and patch size.
 """
 
 import argparse

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.analyses import psnr
+from tests.lib.masks import psnr
 from tests.lib.models import NORM_PIX_LOSS, load_any
 from tests.tour import GREY, TRAINED, heat, open_image, png_url
 from train import METHODS, draw_shapes, name_of, shell

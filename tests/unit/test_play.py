@@ -19,7 +19,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import train
 from mae import MAE
 from tests import play, tour
-from tests.analyses import psnr
+from tests.lib.masks import psnr
 from tests.lib.models import to_released
 from vit import denormalize, normalize
 
