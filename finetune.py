@@ -164,8 +164,7 @@ class Classifier(Method):
         pools = ("mean", "token", "extra", "joined")
         require(pool in pools and (pool != "extra" or extra_tokens),
                 f"--pool {pool} must be one of {pools}; extra is for MINR only")
-        require(not mix_ratio or not (mixup or cutmix), f"--mix_ratio {mix_ratio} needs --mixup 0 "
-                                                        f"--cutmix 0")
+        require(not mix_ratio or not (mixup or cutmix), "--mix_ratio needs --mixup 0 --cutmix 0")
         self.classes, self.pool, self.probe, self.smoothing = classes, pool, probe, smoothing
         self.mean, self.std, self.mix_ratio = tuple(mean), tuple(std), mix_ratio
         self.mixers = [kind(alpha=alpha, num_classes=classes) for kind, alpha in
@@ -404,8 +403,7 @@ def main(argv=None, classifier=Classifier):
 #   6. The recipe is for ViT-B, layer decay as in MAE and HyperMAE (CrossMAE Table 11 lists none).
 #      For other sizes, and for what the releases have instead, see tests/docs/FLAGS.md.
 #   7. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.
-#   8. `--mode scratch` uses Table 9 without layer decay. MAE itself uses Table 11 (A.2), with an
-#      average of the weights, which we do not take.
+#   8. `--mode scratch` is Table 9 without layer decay. MAE has Table 11, which averages weights.
 #   9. The releases report the best epoch on the validation images; we report the last one. When
 #      fine-tuning, their final learning rate is 1e-6. `crop` (0.08) is timm's, and in no table.
 

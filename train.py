@@ -7,9 +7,9 @@ settings, evaluation, data, checkpoints, processes, command line. finetune.py us
 `flags` is the command line with DEFAULTS; `run`, which is read-only, holds every setting, as chosen
 by `settle`; `here` is this process and its device. A method is a vit.Method (tests/docs/FORKS.md).
 
-Each step is seeded from (seed, epoch, step). Each process draws random numbers for the whole batch
-and keeps its part, so N processes pretrain like one. Random crops of image files are seeded from
-(seed, epoch, image). Resuming needs no saved random state.
+Each step is seeded from (seed, epoch, step), and an image file's crop from (seed, epoch, image), so
+resuming needs no saved random state. Each process draws random numbers for the whole batch and
+keeps its part, so N processes pretrain like one.
 """
 
 import argparse
@@ -227,9 +227,8 @@ def wrap(model, run, here):
 def describe(run, here, model, data, val, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"data    {run.data}: {run.images} train, {len(val.labels[:run.eval_images])} val, "
-          f"{run.img_size} pixels in patches of {run.patch_size}, "
-          f"in {'memory' if data.in_memory else 'files'}")
+    print(f"data    {run.data}: {run.images} train, {len(val.labels[:run.eval_images])} val in "
+          f"{'memory' if data.in_memory else 'files'}, size {run.img_size}, patch {run.patch_size}")
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -247,8 +246,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
     `paper`, by default for encoders narrower than base."""
     chosen = {name: value for name, value in vars(flags).items() if value is not None}
     by_default = "paper" if sizes["dim"] >= SIZES["base"]["dim"] else "small"
-    if chosen.get("recipe", by_default) == "paper":
-        small = {}
+    small = {} if chosen.get("recipe", by_default) == "paper" else small
     if "width_power" in small:                             # its lr is for the width of micro
         factor = (sizes["dim"] / SIZES["micro"]["dim"]) ** small["width_power"]
         small = {**small, "lr": small["lr"] / factor}
@@ -261,8 +259,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
     if paper:                                              # not for nearest neighbours
         scale = lr_scale(**config) if callable(lr_scale) else lr_scale         # CrossMAE A.6
-        recipe = {**paper, **small}
-        layers["derived"] = derive(recipe, chosen, images, val_images, scale)
+        layers["derived"] = derive({**paper, **small}, chosen, images, val_images, scale)
         values.update(layers["derived"])
         for low, high in (("warmup_epochs", "epochs"), ("min_lr", "lr")):
             require(values[low] < values[high] or values[high] == 0,
@@ -725,7 +722,7 @@ def resume(run, here, model, data, optimizer, scaler):
         require("optimizer" in last, f"cannot resume: {path} has only weights. {another}")
         old = {**last["flags"], **last["config"], "class names": last["classes"]}
         new = {name: getattr(run, name) for name in ("method", "images", "seed", "optimizer")}
-        new.update({"class names": data.classes, **run.config})
+        new |= {"class names": data.classes, **run.config}
         differ = [f"{name} was {old.get(name)}, is {new.get(name)}"
                   for name in {**last["config"], **new} if old.get(name) != new.get(name)]
         require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was: "
@@ -744,9 +741,8 @@ def resume(run, here, model, data, optimizer, scaler):
 
 
 def read_checkpoint(path, heads=None):
-    """Load a checkpoint, or a folder's last.pt, without executing any code in the file. Returns a
-    dict with path, method (None for a released file), config (constructor arguments), model (state
-    dict), mean, std, flags and more."""
+    """Load a checkpoint, or a folder's last.pt, without executing code in it. Returns a dict: path,
+    model (state dict), config (constructor arguments), method (None if released), mean, ..."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
     try:
@@ -950,10 +946,8 @@ def arguments_of(cls):
     """Return a model's own arguments, as {name: default} and as flags {name: (type, help)}: those
     that its constructor takes by keyword only, and its parents' if it passes on **kwargs. The type
     is that of the annotation or default, and the help is the entry under `Args:`."""
-    own, flags = {}, {}
-    for part in reversed(cls.__mro__[:cls.__mro__.index(Method)]):
-        if "__init__" not in vars(part):
-            continue
+    own, flags, parents = {}, {}, cls.__mro__[:cls.__mro__.index(Method)]
+    for part in (x for x in reversed(parents) if "__init__" in vars(x)):
         spec, hints = inspect.getfullargspec(part.__init__), get_type_hints(part.__init__)
         doc = inspect.getdoc(part) or ""
         texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", doc, re.M))

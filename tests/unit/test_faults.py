@@ -42,7 +42,7 @@ train | --epochs 3 --warmup_epochs 3           | --warmup_epochs 3.0 ; below --e
 train | --lr 1e-4 --min_lr 1e-2                | --min_lr 0.01 ; 0.0001
 train | --init runs/mae --heads 1              | runs/mae/last.pt has 2 heads, not --heads 1
 tune  | --heads 1                              | runs/mae/last.pt has 2 heads, not --heads 1
-tune  | --mix_ratio 0.7 --mixup 0.8            | --mix_ratio 0.7 needs --mixup 0
+tune  | --mix_ratio 0.7 --mixup 0.8            | --mix_ratio needs --mixup 0
 train | --patch_size 4,0                       | --patch_size
 train | --data nowhere                         | --data nowhere
 train | --device cuda                          | --device cuda is not available
