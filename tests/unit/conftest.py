@@ -1,11 +1,13 @@
 """A tiny data set, and commands that train on it in a temporary folder."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import time
 from collections import namedtuple
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -151,6 +153,7 @@ def fork(work, *inputs):
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+        faulthandler.enable(sys.stderr)                    # for SIGABRT, see `ended`
         work(*inputs)
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
@@ -173,10 +176,13 @@ def torchrun(work, *words, processes=2):
 
 def ended(process, seconds=120):
     """Wait for a process, kill what is left of its group, and return its exit code and the lines
-    that it has written to stderr."""
+    that it has written to stderr: after `seconds`, they end with where each process hangs."""
     process.join(seconds)
     code = process.exitcode
     with suppress(ProcessLookupError):                     # e.g. a worker whose parent has died
+        if code is None:
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(1)                                  # the stacks are written
         os.killpg(process.pid, signal.SIGKILL)
     return code, Path("err").read_text().strip().splitlines()
 

@@ -200,6 +200,41 @@ def test_timm(tmp_path, monkeypatch):
     assert train.read_checkpoint("mae_vit_tiny.pth")["config"]["depth"] == 12
 
 
+# how Hugging Face's ViTMAEForPreTraining calls what MAE's release calls otherwise
+HUGGING_FACE = {"blocks.": "encoder.layer.", "decoder_encoder.layer.": "decoder_layers.",
+                "attn.proj": "attention.output.dense", "mlp.fc1": "intermediate.dense",
+                "mlp.fc2": "output.dense", "norm1": "layernorm_before", "norm2": "layernorm_after",
+                "patch_embed.proj": "embeddings.patch_embeddings.projection"}
+ENCODER = {"cls_token": "embeddings.cls_token", "pos_embed": "embeddings.position_embeddings",
+           "norm.weight": "layernorm.weight", "norm.bias": "layernorm.bias"}
+
+
+def test_files_of_other_frameworks(tmp_path, monkeypatch, pretrain):
+    """Lightning's files are read; REFERENCE.md's Python renames those of Hugging Face. Training
+    starts from all their weights."""
+    pretrain()
+    model, theirs = load_model("runs/mae"), {}
+    released = to_released(model)
+    torch.save({"state_dict": {f"model.{name}": x for name, x in released.items()},
+                "hyper_parameters": {"lr": 1.0}}, "lightning.ckpt")
+    for name, value in released.items():
+        new = ENCODER.get(name, name)
+        for ours, other in HUGGING_FACE.items():
+            new = new.replace(ours, other)
+        new = f"decoder.{new}" if name.startswith(("decoder", "mask_token")) else f"vit.{new}"
+        if "attn.qkv" in new:
+            for part, x in zip(("query", "key", "value"), value.chunk(3)):
+                theirs[new.replace("attn.qkv", f"attention.attention.{part}")] = x
+        else:
+            theirs[new] = value
+    torch.save(theirs, "pytorch_model.bin")
+    piece, = [x for x in python("REFERENCE.md") if "pytorch_model.bin" in x]
+    exec(piece, {})
+    for file in ("lightning.ckpt", "mae_full.pth"):
+        again = pretrain("--init", file, "--epochs", "0", "--overwrite", name="again")
+        assert same(again["model"], model.state_dict()), file
+
+
 def commands(page):
     """Return [script, word, ...] of each command of train.py or finetune.py on a page."""
     text = page.read_text(encoding="utf-8")

@@ -6,12 +6,12 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import sys
 import time
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
@@ -163,7 +163,7 @@ def test_files(tmp_path):
     ids, images, _ = map(torch.cat, zip(*train.val_batches(val, HERE, size)))
     assert len(images) == 200 and torch.equal(images[ids.tolist().index(3)], whole)
     transform = train.crop_transform(size, settings(crop=0.5, flip=True))
-    ForkingPickler.dumps(train.Transformed(split, transform))          # for spawned workers
+    pickle.dumps(train.Transformed(split, transform))      # for spawned workers
     order = torch.randperm(200)
 
     def draw(workers):
@@ -176,6 +176,24 @@ def test_files(tmp_path):
     (again, _), (more, _) = draw(workers=2)
     assert torch.equal(again, first) and torch.equal(more, rest)
     assert not multiprocessing.active_children()
+
+
+def test_workers_are_forked(tmp_path, monkeypatch):
+    """On Linux, workers know what a script has replaced, also with Python 3.14's default."""
+    if sys.platform != "linux":
+        pytest.skip("elsewhere, processes are not forked")
+    for part in ("train", "val"):
+        write_pictures(tmp_path / part, "ab", 100, side=16)
+    split = train.open_data(str(tmp_path), HERE, (8, 8))[0]
+    grey = torch.full((3, 16, 16), 77, dtype=torch.uint8)
+    monkeypatch.setattr(train, "read_image", lambda file: grey)
+    transform, keys = train.crop_transform((8, 8), settings()), [train.keys_of(torch.arange(200))]
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        (images, _), = train.load_images(split, keys, 200, HERE._replace(workers=2), transform)
+    finally:
+        multiprocessing.set_start_method(None, force=True)
+    assert (images == 77).all()
 
 
 def test_workers_live_across_epochs(pretrain, spy, monkeypatch):
