@@ -21,8 +21,8 @@ def test_a_row_for_every_method(capsys, monkeypatch):
     turns, timeit = [], bench.Timer.timeit
     monkeypatch.setattr(bench.Timer, "timeit",
                         lambda timer, number: turns.append(timeit(timer, number)) or turns[-1])
-    others = [f"{name}:batch_size=2" for name in FIVE[1:]]
-    rows = bench.main(["--warmup", "0", "--steps", "3", "--method", "mae:amp=bf16", *others])
+    others = [f"{name}:amp=bf16:batch_size=2" for name in FIVE[1:]]
+    rows = bench.main(["--warmup", "0", "--steps", "3", "--method", "mae", *others])
     assert [row["method"].split(":")[0] for row in rows] == [*FIVE]
     assert [row["batch"] for row in rows] == [64, 2, 2, 2, 2] and len(turns) == 15
     medians = [sorted(turn.median for turn in turns[i::5])[1] for i in range(5)]

@@ -80,7 +80,7 @@ def few_shapes(patch):
 @pytest.mark.parametrize("piece", python("HOWTO.md"))
 def test_howto(desk, monkeypatch, capsys, piece):
     """Each answer runs as it stands, for one epoch, and prints the numbers in its comments. Other
-    data than photos train for eight, after which the classifier is better than chance."""
+    data than photos train for five, after which the classifier is better than chance."""
     monkeypatch.chdir(desk)
     few_shapes(monkeypatch)
     shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
@@ -89,7 +89,7 @@ def test_howto(desk, monkeypatch, capsys, piece):
     for name in ("METHODS", "IMG_EXTENSIONS", "read_image"):           # what a piece replaces comes
         value = getattr(train, name)                                   # back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
-    epochs = "8" if "accuracy =" in piece else "1"
+    epochs = "5" if "accuracy =" in piece else "1"
     for module in (train, finetune):
         main = module.main
         monkeypatch.setattr(module, "main", lambda words, *more, main=main: main(
