@@ -821,8 +821,8 @@ def start_processes(flags):
         if amp == "auto":
             amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16).get(amp, torch.float32)
-    has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", True)   # other CPUs do not say
-    if kind == "cpu" and amp == "bf16" and not has_bf16:
+    known = getattr(torch.cpu, "get_capabilities", dict)()             # not in PyTorch 2.9
+    if kind == "cpu" and amp == "bf16" and not known.get("avx512_bf16", True):
         print("note    --amp bf16 is slower than float32 here: this CPU has no bf16 instructions")
     # despite its name, this is also for CPUs: there, fused attention is slower in bf16
     torch.backends.cuda.enable_flash_sdp(cuda or dtype is not torch.bfloat16)
