@@ -2,7 +2,7 @@
 
 A ViT encodes only the quarter of the patches that stays visible, so a large encoder is cheap to
 train. A small decoder gets the encoded patches and, for every masked patch, the learned mask token
-plus the patch's position. It predicts the masked patches' pixels, by default normalised per patch.
+plus the patch's position. It predicts the masked patches' pixels, in MAE's recipe normalised.
 The loss is the mean squared error of these pixels. After training, only the encoder is kept.
 
 He, Chen, Xie, Li, Dollar, Girshick: Masked Autoencoders Are Scalable Vision Learners (CVPR 2022).

@@ -276,7 +276,7 @@ def derive(recipe, chosen, images, val_images, lr_scale):
         epochs: the recipe's, times for_images / images if there are fewer, up to 50 times
         warmup_epochs: the recipe's fraction of its epochs, but not more with more --epochs
         lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) from the
-            recipe's batch on; AdamW's falls below with the fourth root, down to the default batch
+            recipe's batch on; below, Adam's falls with the fourth root, down to the default batch
         eval_every: so that a run validates at most 100 times, on fewer images than it trains on
     """
     full, more = recipe["batch_size"], recipe.get("for_images", images) / images
@@ -529,7 +529,7 @@ def default_size(sizes):
 
 
 def keys_of(ids, seed=0):
-    """Return keys (n,2), the arguments of ImageDataset[...], for the indices ids (n,)."""
+    """Return keys (n,2), the arguments of Transformed[...], for the indices ids (n,)."""
     return torch.stack([torch.full_like(ids, seed), ids], dim=1)
 
 
@@ -884,7 +884,7 @@ ENCODER = {
 RUN = {
     "runs": (path, "folder for all runs"),
     "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
-    "eval_every": (count, "validate and save every X epochs; default: about 50 times, or fewer"),
+    "eval_every": (count, "validate and save every X epochs; default: at most 100 times"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
     "compile": (bool, "compile the model with torch.compile"),
@@ -911,7 +911,7 @@ PAIRS = {
     "same_class": (fraction, "fraction of pairs within one class; default: random pairs")}
 # no workers outside Linux: starting them is slow there
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
-DEFAULTS = dict(  # of flags that have one default for all runs; None where a mode has no such flag
+DEFAULTS = dict(  # of flags that have one default for all runs, also of flags that a mode lacks
     workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))), amp="auto",
     seed=0, runs="runs", accum=1, compile=False, resume=False, overwrite=False, mask="random",
     teacher=None, same_class=None)

@@ -106,7 +106,7 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
     "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
     and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
-    one until mask_ratio is reached (MAE Figure 6). Ours cover 10 to 40% of the image, or less at
+    one (MAE Figure 6). Ours cover 10 to 40% of the image, or less at
     its border; after 16, random patches follow. MAE's, from BEiT, lie inside the image."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
@@ -318,7 +318,7 @@ class Method(nn.Module):
     model_inputs and forward for each of its --accum pieces: override what differs in yours."""
 
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # input: (image / 255 - mean) / std
-    lr_scale = 1.0                     # factor of the recipe's learning rate, or its function
+    lr_scale = 1.0                     # factor of the learning rate, or a function of the config
     crops = 1                          # random crops of each image; 2 for pairs of views
     draws_alike = False                # whether forward draws the same in all pieces and processes
     small_recipe = dict(               # ours, for width 64 and at least 10,000 images: train.derive
@@ -453,7 +453,7 @@ def transfer(model, state, grid):
     """Initialise `model` from a state dict with our names: its encoder and, if all their names and
     shapes match, its decoder or head, and its teacher. Positions are interpolated unless the state
     dict's `grid` (h, w) is the model's. Returns the names not set in the model, and those not used
-    from `state`. Raises InputError if these have encoder parameters but norm and extra tokens."""
+    from `state`. Raises InputError if these are of the encoder, except norm and extra tokens."""
     own, state = model.state_dict(), dict(state)
     if grid != model.encoder.grid:
         for name in own.keys() & state.keys():
