@@ -75,8 +75,8 @@ def conclude(run):
         print("note    this is hardly better than having learned nothing: start from a trained "
               "model (--init or, in finetune.py, --checkpoint), or use more --epochs")
     print("see    ", *sorted(run.folder.glob("*.*")))
-    mode = " --mode eval" if "largest_class" in last else ""
-    print(f"next    python finetune.py --checkpoint {run.folder}{mode}")
+    print("next    tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last else
+          f"next    python finetune.py --checkpoint {run.folder}")
 
 
 def main(argv=None):

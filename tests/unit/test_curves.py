@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -64,3 +65,25 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
     for run, part in (("c", "c does not exist"), ("bad.jsonl", "is no log of train.py")):
         with pytest.raises(InputError, match=part):
             curves.main([run])
+
+
+ROWS = [  # the last row of a log, what stands beside its score, whether it has learned something
+    (dict(psnr_masked=19.09, psnr_mean_colour=13.31), "19.09 dB; mean colour: 13.31 dB", True),
+    (dict(psnr_masked=14.28, psnr_mean_colour=14.3), "14.28 dB; mean colour: 14.30 dB", False),
+    (dict(top1=30.0, standard_error=2.0, largest_class=12.5), "30.0 +- 2.0 %", True),
+    (dict(top1=16.0, standard_error=2.0, largest_class=12.5), "largest class: 12.5 %", False)]
+
+
+@pytest.mark.parametrize("row, part, learned", ROWS)
+def test_the_end_of_a_run(tmp_path, capsys, row, part, learned):
+    """A run ends with its score beside that of having learned nothing, which curves.svg also shows,
+    with its files and what to do next. Who has learned nothing is told what helps."""
+    (tmp_path / "log.jsonl").write_text(json.dumps(dict(epoch=9, loss=1.0, **row)) + "\n")
+    curves.conclude(SimpleNamespace(folder=tmp_path, config={}))
+    said = capsys.readouterr().out
+    assert part in said and ("--init" in said) != learned and "curves.svg" in said
+    assert ("finetune.py --checkpoint" in said) == ("psnr_masked" in row)
+    curves.conclude(SimpleNamespace(folder=tmp_path, config={"norm_pix_loss": True}))
+    assert ("--init" in capsys.readouterr().out) == (not learned and "top1" in row)
+    words = {words for words, *_ in parts_of(tmp_path / "curves.svg")[0]}
+    assert words & {"mean colour", "largest class"}

@@ -824,6 +824,19 @@ def test_eval_of_several_checkpoints(pretrain, folder, capsys, spy):
     assert torch.equal(half, recon["completed"]) and torch.equal(half, again)
 
 
+def test_the_score_of_having_learned_nothing(pretrain, folder):
+    """In plain loops: masked patches get the visible ones' mean colour."""
+    row, scores = pretrain("--epochs", "0")["history"][-1], []
+    val = train.open_data(str(folder), HERE)[1]
+    for i, image in enumerate(val.images / 255):           # (3, 16, 16)
+        noise = torch.rand(1, 4, 4, generator=torch.Generator().manual_seed(hash((7, i))))
+        masked = (noise.flatten().argsort().argsort() >= 4).view(4, 4)
+        masked = masked.repeat_interleave(4, 0).repeat_interleave(4, 1)        # (16, 16)
+        colour = image[:, ~masked].mean(1, keepdim=True)   # (3, 1)
+        scores.append(-10 * (image[:, masked] - colour).square().mean().log10().item())
+    assert row["psnr_mean_colour"] == pytest.approx(sum(scores) / len(scores), abs=1e-4)
+
+
 def test_masks_of_an_evaluation(pretrain, spy):
     """Each pattern and ratio has its own score. After training, a run is scored under its own
     pattern, and on whole images, even in files."""
