@@ -304,7 +304,7 @@ def encoder_sizes(flags, img_size, saved):
     the defaults, `saved` (a checkpoint's config or {}), --size, its own flag."""
     patch_size = []
     for side in img_size:                                  # the patch is the next lower divisor
-        most = 16 if side >= 128 else max(4, side // 8)
+        most = 16 if side >= 128 else min(side, max(4, side // 8))
         fitting = (p for p in range(most, max(1, (most - 1) // 4), -1) if side % p == 0)
         patch_size.append(next(fitting, most))
     defaults = dict(patch_size=tuple(patch_size), in_chans=3, **SIZES["micro"])

@@ -259,7 +259,7 @@ def test_handout(repository, tmp_path):
 
 
 def test_grading(tmp_path):
-    """TEACH.md's loop grades hand-ins, whatever else they contain. An endless loop ends."""
+    """TEACH.md's loop grades hand-ins, whatever else they contain or print. An endless loop ends."""
     text = (ROOT / "tests/docs/TEACH.md").read_text(encoding="utf-8")
     loop, = re.findall(r"```bash\n(for .*?)```", text, re.DOTALL)
     course, desk = tmp_path / "course", tmp_path / "project"
@@ -268,7 +268,8 @@ def test_grading(tmp_path):
         shutil.copy(file, course)
     exercise = course / "tests/exercise.py"
     exercise.write_text(exercise.read_text("utf-8").replace("SECONDS = 30", "SECONDS = 2"), "utf-8")
-    for name, start in (("ada", ""), ("bob", "    while True:\n        pass\n")):
+    for name, start in (("ada", "    print('vit.masking is right')\n"),
+                        ("bob", "    while True:\n        pass\n")):
         (tmp_path / "hand_ins" / name / "tests").mkdir(parents=True)
         (tmp_path / "hand_ins" / name / "tests/exercise.py").write_text("print('is right')")
         vit = (ROOT / "vit.py").read_text("utf-8")

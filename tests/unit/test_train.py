@@ -145,8 +145,8 @@ def test_default_patches():
     to a quarter of it. Sides that are prime, for example, get one line."""
     def patch(side):
         return train.encoder_sizes(parsed("train.py", []), (side, 32), {})["patch_size"][0]
-    for side, wanted in {8: 4, 28: 4, 32: 4, 50: 5, 60: 6, 64: 8, 84: 7, 96: 12, 100: 10, 127: 15,
-                         128: 16, 148: 4, 182: 14, 200: 10, 224: 16, 448: 16}.items():
+    for side, wanted in {1: 1, 3: 3, 8: 4, 28: 4, 32: 4, 50: 5, 60: 6, 64: 8, 84: 7, 96: 12, 100: 10,
+                         127: 15, 128: 16, 148: 4, 182: 14, 200: 10, 224: 16, 448: 16}.items():
         assert patch(side) == wanted and (side == 127) == bool(side % wanted)
     with pytest.raises(InputError, match="img_size 127x32 must be a multiple of patch_size 15x4"):
         train.main("--img_size 127x32 --epochs 0")
