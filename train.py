@@ -514,8 +514,8 @@ def sizes_of_files(files):
         with suppress(InputError):
             images.append(read_image(os.fsdecode(file)))
     require(images, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
-    if all(image.max() - image.min() < 8 for image in images):         # uint8
-        print("note    sampled images are of one colour: see \"16 bits\" in tests/docs/HOWTO.md")
+    if all(image.max() - image.min() < 32 for image in images):        # uint8
+        print("note    images have hardly any contrast: see \"16 bits\" in tests/docs/HOWTO.md")
     return [tuple(image.shape[1:]) for image in images]
 
 
@@ -744,7 +744,7 @@ def read_checkpoint(path, heads=None):
     """Load a checkpoint, or a folder's last.pt, without executing code in it. Returns a dict: path,
     model (state dict), config (constructor arguments), method (None if released), mean, ..."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
-    require(path.exists(), f"checkpoint {path} does not exist: train.py writes runs/NAME/last.pt")
+    require(path.exists(), f"checkpoint {path} does not exist: see tests/docs/REFERENCE.md")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -52,7 +52,8 @@ class Case:
             flags = train.main(words)
         self.here = train.start_processes(flags)
         self.spec = spec
-        self.run, self.model = train.build(flags, self.here, img_size, images=10 ** 6)
+        size = flags.img_size or img_size                  # its own, e.g. mae:img_size=64
+        self.run, self.model = train.build(flags, self.here, size, images=10 ** 6)
         one_image = self.model.model_inputs(*self.batch(1))
         self.macs = count_macs(lambda: self.model(*one_image))
         self.net = train.wrap(self.model, self.run, self.here)

@@ -187,16 +187,16 @@ def test_what_replaces_an_image(tmp_path):
 @pytest.mark.parametrize("kind, name", [("uint16", "x.png"), ("uint16", "x.tif"),
                                         ("int32", "x.tif"), ("float32", "x.tif")])
 def test_files_of_other_depths(tmp_path, capsys, kind, name):
-    """16 bits of which only 8 are used get a line, because they become black. 32 bits are refused,
+    """16 bits of which only 12 are used get a line, because they become black. 32 bits are refused,
     and so are formats that are not images, whatever their name: EPS would run Ghostscript."""
     for i in range(4):
-        Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(tmp_path / f"{i}{name}")
+        pixels = np.arange(256).reshape(16, 16).astype(kind)
+        Image.fromarray(16 * pixels).save(tmp_path / f"{i}{name}")
     if kind == "uint16":
         train.open_data(str(tmp_path), HERE)
-        assert "of one colour: see" in capsys.readouterr().out
+        assert "hardly any contrast: see" in capsys.readouterr().out
         for i in range(4):
-            Image.fromarray(np.arange(256).reshape(16, 16).astype(kind) * 256).save(
-                tmp_path / f"{i}{name}")
+            Image.fromarray(256 * pixels).save(tmp_path / f"{i}{name}")
         assert train.open_data(str(tmp_path), HERE)[0].images.max() == 255
         assert "of one colour" not in capsys.readouterr().out
     else:
