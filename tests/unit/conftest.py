@@ -168,9 +168,12 @@ def script(file, *words):
 
 
 def torchrun(work, *words, processes=2):
-    """Let torchrun's own agent fork processes that do work(*words)."""
-    config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d",
-                          rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork")
+    """Let torchrun's own agent fork processes that do work(*words). They meet on the loopback
+    interface, so that nothing waits for a name server."""
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"            # only in this process: it is a fork
+    config = LaunchConfig(1, 1, processes, run_id="test", rdzv_backend="c10d", max_restarts=0,
+                          rdzv_endpoint="localhost:0", start_method="fork", local_addr="localhost")
     elastic_launch(config, work)(*words)
 
 
