@@ -87,8 +87,8 @@ def run_name(flags):
 
 
 def augmentation(run, here, model, data):
-    """Return the transform of training images, or None if train.fit can crop whole batches, i.e.
-    without files, RandAugment and erasing, which take one image at a time."""
+    """Return the transform of training images, or None if train.fit can crop whole batches: images
+    in memory, without RandAugment or erasing."""
     require(not run.randaug or model.encoder.in_chans in (1, 3), f"RandAugment needs 1 or 3 "
             f"channels, and the images have {model.encoder.in_chans}: pass --randaug 0")
     require(not model.probe or run.batch_size > here.world * run.accum, f"--batch_size "

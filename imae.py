@@ -11,7 +11,7 @@ Zhang, Shen: i-MAE: Are Latent Representations in Masked Autoencoders Linearly S
 
     B images, L patches, K visible, M = L - K masked, D encoder width, E decoder width, p patch side
     mix = alpha images + (1-alpha) partners. Of the two, x_1 has less weight (subordinate), x_2 more
-    (dominant). x_i has two latents: ours is z_i = F_i(encoder(mix)), and the teacher's is w_i. The
+    (dominant). x_i has two latents: z_i = F_i(encoder(mix)), and the teacher's w_i. The
     paper's E_i (i: i-MAE) is our encoder, D_i the decoder, E_m the teacher's encoder, of width D_m
     mix (B,C,H,W) -> visible tokens (B,K,D), those with the lowest noise (B,L) -> encoder (B,1+K,D)
     -> for each branch i: z_i (B,1+K,E) -> decoder -> masked patches of x_i (B,M,p*p*C)
@@ -216,8 +216,8 @@ def draw_partners(indices, labels, same_class, generator):
     """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
     the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
     same_class is the fraction r of images whose partner has the same class (semantics-enhanced
-    sampling: Section 1, Table 2). Image k of `indices` gets a mate, i.e. a partner of its class, if
-    floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
+    sampling: Section 1, Table 2). Image k of `indices` gets a mate, a partner of its own class, if
+    floor((k+1) r) > floor(k r). This spreads them evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 

@@ -211,8 +211,8 @@ class MINR(Method):
 
     def forward(self, images, noise=None):
         """Return loss and metrics for images (B,C,H,W) in [0, 1]. noise (B,L) is random by default.
-        The loss, a float32 scalar, is the mean squared error over all pixels or only over the
-        masked ones; metrics is {"loss": the detached loss}."""
+        The loss, a float32 scalar, is the mean squared error of all or of drawn pixels, in all or
+        only in masked patches (loss_on); metrics is {"loss": the detached loss}."""
         ids_keep, _, mask = self.encoder.mask(images, noise, self.mask_ratio)  # item 2
         tokens = self.encode(images, ids_keep, mask)                   # (B, G, D)
         layers = self.modulate(tokens)

@@ -421,7 +421,7 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
 
 
 def find_images(name, parts, here, img_size):
-    """Return an ImageDataset for each of the `parts` of --data, "train" and "val"."""
+    """Return an ImageDataset for each of the `parts` of --data: "train", "val", "all"."""
     root = Path(name)
     if name == "shapes":
         counts = {"train": 10_000, "val": 1_000}           # also the seeds

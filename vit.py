@@ -313,7 +313,7 @@ class ViT(nn.Module):
 
 # ------------------------------------------------------------------------------ what train.py calls
 class Method(nn.Module):
-    """What train.fit trains. A subclass has an `encoder`, a ViT; its forward returns the loss and
+    """What train.fit trains. A subclass has an `encoder` (a ViT); `forward` returns the loss and
     {name: value} for log.jsonl. draw_images is called for an epoch, draw_batch for a step, and
     model_inputs and forward for each of its --accum pieces: override what differs in yours."""
 
