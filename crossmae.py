@@ -51,7 +51,7 @@ class CrossAttention(nn.Module):
 
 class CrossBlock(nn.Module):
     """A pre-norm decoder block (Figure 4b). Queries x attend to tokens y as in CrossAttention, then
-    go through an MLP. Returns (B,P,E). With self_attention, they attend to each other first."""
+    go through an MLP. Returns (B,P,E). With self_attention, queries attend to each other first."""
 
     def __init__(self, dim, context_dim, heads, self_attention=False):
         super().__init__()

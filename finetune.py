@@ -151,7 +151,7 @@ class Classifier(Method):
             without any, all patch tokens as one vector
         drop_path: drop path rate of the last block
         smoothing: label smoothing
-        mixup: alpha of MixUp; 0: off. With CutMix, each piece of a batch draws one of the two
+        mixup: alpha of MixUp; 0: off. With CutMix on, too, each --accum piece draws one
         cutmix: alpha of CutMix; 0: off
         mix_ratio: weight of an image that is mixed with another one, without MixUp; 0: off
     """

@@ -216,7 +216,7 @@ def draw_partners(indices, labels, same_class, generator):
     """Draw a partner for each of the images `indices` (n,) from N images with labels (N,). Returns
     the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
     same_class is the fraction r of images whose partner has the same class (semantics-enhanced
-    sampling: Section 1, Table 2). Image k of `indices` gets a mate, a partner of its own class, if
+    sampling: Section 1, Table 2). Image k of `indices` gets a mate, i.e. a same-class partner, if
     floor((k+1) r) > floor(k r). This spreads them evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
@@ -255,7 +255,7 @@ def check_same_class(labels, same_class):
 
 def teacher_state(checkpoint, config):
     """Return the teacher's state dict, for an IMAE with the constructor arguments `config`, from a
-    checkpoint that train.read_checkpoint has read. Raises InputError unless it is an MAE with the
+    checkpoint that train.read_checkpoint has read. Raises InputError unless it holds an MAE of the
     same image and patch size, channels and decoder width."""
     sizes, state = checkpoint["config"], checkpoint["model"]
     require(checkpoint["method"] in ("mae", None)

@@ -1,7 +1,7 @@
 """Pretrain a masked autoencoder: `python train.py --method mae`, or the same under torchrun.
 
 Start at the top. `pretrain` claims a run's folder, opens the data and chooses all settings, and
-`fit` trains: its two loops, over epochs and over steps, fit on one page. The other sections are:
+`fit` trains, in two loops over epochs and steps. The other sections are:
 settings, evaluation, data, checkpoints, processes, command line. finetune.py uses the same loop.
 
 `flags` is the command line with DEFAULTS; `run`, which is read-only, holds every setting, as chosen
@@ -398,7 +398,7 @@ class Transformed(Dataset):
 
 def open_data(name, here, img_size=None, parts=("train", "val"), train_images=None):
     """Return an ImageDataset for each of the `parts` of --data, and the image size (H, W), by
-    default that of the images. Images in memory are on the device and at most that large."""
+    default set by the images. Images in memory are on the device and at most that large."""
     found, opened = find_images(name, parts, here, img_size), []
     first = found[0]
     sizes = [] if first.in_memory else sizes_of_files(first.images)
@@ -676,7 +676,7 @@ def open_run(flags, here, name):
 
 
 def name_of(path):
-    """Return what runs are named after: a last.pt's folder, otherwise the file or folder."""
+    """Return what runs are named after: the folder of a last.pt, or any other file or folder."""
     path = Path(path).absolute()
     return path.parent.name if path.name == "last.pt" else re.sub(r"\.pth?$", "", path.name)
 
