@@ -744,7 +744,7 @@ def read_checkpoint(path, heads=None):
     """Load a checkpoint, or a folder's last.pt, without executing code in it. Returns a dict: path,
     model (state dict), config (constructor arguments), method (None if released), mean, ..."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
-    require(path.exists(), f"checkpoint {path} does not exist: see tests/docs/REFERENCE.md")
+    require(path.exists(), f"checkpoint {path} does not exist (released files: see REFERENCE.md)")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = dict(torch.load(path, map_location="cpu", weights_only=True))

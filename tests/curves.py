@@ -59,24 +59,28 @@ def conclude(run):
     """At the end of a run with these settings, draw its curves.svg, and print its last scores
     beside those of having learned nothing, its files, and the next command."""
     draw(run.folder / "curves.svg", panels_of([run.folder]))
-    last, learned = read_rows(run.folder)[-1], True
+    last, note = read_rows(run.folder)[-1], ""
     if "largest_class" in last:
         top1, error, nothing = (last[x] for x in ("top1", "standard_error", "largest_class"))
         print(f"scores  top1 {top1:.1f} +- {error:.1f} % (standard error); largest class: "
               f"{nothing:.1f} %")
-        learned = top1 > nothing + 2 * error
+        if top1 <= nothing + 2 * error:
+            note = "always naming the largest class: more labels, --epochs or validation images"
     elif "psnr_masked" in last:
         print(f"scores  psnr_masked {last['psnr_masked']:.2f} dB; mean colour: "
               f"{last['psnr_mean_colour']:.2f} dB")
         # normalised patches get the visible pixels' mean and variance, which lowers their PSNR
-        learned = (last["psnr_masked"] > last["psnr_mean_colour"] + 0.5
-                   or run.config.get("norm_pix_loss"))
-    if not learned and last["epoch"] > 0:
-        print("note    this is hardly better than having learned nothing: start from a trained "
-              "model (--init or, in finetune.py, --checkpoint), or use more --epochs")
+        if not run.config.get("norm_pix_loss") and (
+                last["psnr_masked"] <= last["psnr_mean_colour"] + 0.5):
+            note = "the mean colour: more --epochs, or a trained model (--init)"
+    if note and last["epoch"] > 0:
+        text, remedy = note.split(": ")
+        print(f"note    this is not clearly better than {text}. What may help: {remedy}")
     print("see    ", *sorted(run.folder.glob("*.*")))
-    print("next    tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last else
-          f"next    python finetune.py --checkpoint {run.folder}")
+    unlabelled = Path(run.data).is_dir() and not Path(run.data, "train").is_dir()
+    command = f"python finetune.py --checkpoint {run.folder}" + " --data LABELS" * unlabelled
+    print("next   ", "tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last
+          else command)
 
 
 def main(argv=None):
