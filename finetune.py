@@ -205,8 +205,8 @@ class Classifier(Method):
 
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
-        require(not images.is_floating_point() or images.amax() > 1, "images must be in [0, 255], "
-                "e.g. uint8, not in [0, 1]")
+        require(not images.is_floating_point() or images.amin() >= 0 and images.amax() > 1,
+                "images must be in [0, 255], e.g. uint8, not in [0, 1], and not normalised")
         return self.eval().logits(normalize(images, self))
 
     def parameter_groups(self, run):

@@ -458,7 +458,7 @@ def open_tensors(file, parts):
         content = torch.load(file, weights_only=True)
         found = [content[part] for part in parts]
         found = [(x, [-1] * len(x), []) if torch.is_tensor(x) else x for x in found]
-        found = [(images, torch.as_tensor(labels), [*map(str, names)])
+        found = [(torch.as_tensor(images), torch.as_tensor(labels), [*map(str, names)])
                  for images, labels, names in found]
     except Exception as error:                             # a wrong file can raise anything
         raise InputError(f'--data {file} must be {{"train": (images, labels, class names), "val": '
@@ -513,7 +513,7 @@ def sizes_of_files(files):
     for file in files[::math.ceil(len(files) / 50)]:
         with suppress(InputError):
             images.append(read_image(os.fsdecode(file)))
-    require(images, f"cannot read {os.fsdecode(files[0])}, nor any other of up to 50 images")
+    images = images or [read_image(os.fsdecode(files[0]))]             # raises, and says why
     if all(image.max() - image.min() < 32 for image in images):        # uint8
         print("note    images have hardly any contrast: see \"16 bits\" in tests/docs/HOWTO.md")
     return [tuple(image.shape[1:]) for image in images]
@@ -718,7 +718,7 @@ def resume(run, here, model, data, optimizer, scaler):
         print(f"note    nothing to resume: {path} does not exist, so a new run starts")
     elif run.resume:
         last = read_checkpoint(path)
-        another = f"To start another run from it, pass --init {path} and another --name"
+        another = f"For a new run from it, pass --init (finetune.py: --checkpoint) {path}"
         require("optimizer" in last, f"cannot resume: {path} has only weights. {another}")
         old = {**last["flags"], **last["config"], "class names": last["classes"]}
         new = {name: getattr(run, name) for name in ("method", "images", "seed", "optimizer")}

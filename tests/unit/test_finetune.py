@@ -196,13 +196,15 @@ def test_a_classifier_goes_on_as_it_was(tune, folder, capsys):
     assert torch.equal(other["encoder.cls_token"], first["model"]["encoder.cls_token"])
 
 
-def test_images_from_0_to_1_are_refused(tune):
-    """The pixels of a pipeline of one's own, with ToDtype(scale=True), would all look black."""
+def test_scaled_images_are_refused(tune):
+    """The pixels of a pipeline of one's own, with ToDtype(scale=True), would all look black. So
+    would normalised ones."""
     tune("--epochs", "0")
     model = load_model("runs/tuned", {"classifier": Classifier})
     images = torch.rand(2, 3, *model.encoder.img_size)
-    with pytest.raises(InputError, match="images must be in .0, 255."):
-        model.classify(images)
+    for wrong in (images, 4 * images - 2):
+        with pytest.raises(InputError, match="images must be in .0, 255."):
+            model.classify(wrong)
     assert model.classify(255 * images).shape == (2, 2)
 
 
