@@ -269,14 +269,13 @@ def test_grading(tmp_path):
         shutil.copy(file, course)
     exercise = course / "tests/exercise.py"
     exercise.write_text(exercise.read_text("utf-8").replace("SECONDS = 30", "SECONDS = 2"), "utf-8")
-    for name, start in (("ada", "    print('vit.masking is right')\n"),
-                        ("bob", "    while True:\n        pass\n")):
-        (tmp_path / "hand_ins" / name / "tests").mkdir(parents=True)
-        (tmp_path / "hand_ins" / name / "tests/exercise.py").write_text("print('is right')")
-        vit = (ROOT / "vit.py").read_text("utf-8")
-        order = "    order = noise.argsort(dim=1, stable=True)"
-        (tmp_path / "hand_ins" / name / "vit.py").write_text(vit.replace(order, start + order))
-        shutil.copy(ROOT / "mae.py", tmp_path / "hand_ins" / name)
+    hand_in, vit = tmp_path / "hand_ins/ada", (ROOT / "vit.py").read_text("utf-8")
+    (hand_in / "tests").mkdir(parents=True)
+    (hand_in / "tests/exercise.py").write_text("print('is right')")
+    order = "    order = noise.argsort(dim=1, stable=True)"
+    endless = "    print('vit.masking is right')\n    while True:\n        pass\n"
+    (hand_in / "vit.py").write_text(vit.replace(order, endless + order))
+    shutil.copy(ROOT / "mae.py", hand_in)
     desk.mkdir()
     python = desk / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -284,5 +283,6 @@ def test_grading(tmp_path):
     path = f"{desk}{os.pathsep}{os.environ['PATH']}"
     said = subprocess.run(["bash", "-c", loop], cwd=desk, env={**os.environ, "PATH": path},
                           capture_output=True, text=True, check=True).stdout
-    assert said == "ada: 2 of 2 are right\nbob: 1 of 2 are right\n"
-    assert "2 seconds" in (tmp_path / "hand_ins/bob/grade.txt").read_text()
+    assert said == "ada: 1 of 2 are right\n"
+    grade = (hand_in / "grade.txt").read_text()
+    assert "2 seconds" in grade and "  vit.masking is right" in grade

@@ -61,9 +61,9 @@ def desk(tmp_path_factory):
 
 
 def made_up(name, shape, half):
-    """Write NAME.npz with 64 + 32 arrays of noise, of two classes: in the first, `half` is louder."""
+    """Write NAME.npz with 48 + 32 arrays of noise, of two classes: in one, `half` is louder."""
     rng, parts = np.random.default_rng(0), {}
-    for part, n in (("train", 64), ("val", 32)):
+    for part, n in (("train", 48), ("val", 32)):
         x, labels = rng.normal(size=(n, *shape)), np.arange(n) % 2
         half(x)[labels == 0] += 1
         parts.update({f"{part}_x": x, f"{part}_y": labels})

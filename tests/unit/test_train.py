@@ -143,13 +143,15 @@ def test_the_size_is_of_a_sample(tmp_path):
 def test_default_patches():
     """The default patch divides the image: it is the largest that does, up to a usual one and down
     to a quarter of it. Sides that are prime, for example, get one line."""
-    def patch(side):
-        return train.encoder_sizes(parsed("train.py", []), (side, 32), {})["patch_size"][0]
+    flags = parsed("train.py", ["--img_size", "127x32"])
+
+    def sizes(side):
+        return train.encoder_sizes(flags, (side, 32), {})
     for side, wanted in {1: 1, 3: 3, 8: 4, 28: 4, 32: 4, 50: 5, 60: 6, 64: 8, 84: 7, 96: 12, 100: 10,
                          127: 15, 128: 16, 148: 4, 182: 14, 200: 10, 224: 16, 448: 16}.items():
-        assert patch(side) == wanted and (side == 127) == bool(side % wanted)
+        assert sizes(side)["patch_size"][0] == wanted and (side == 127) == bool(side % wanted)
     with pytest.raises(InputError, match="img_size 127x32 must be a multiple of patch_size 15x4"):
-        train.main("--img_size 127x32 --epochs 0")
+        train.MAE(**sizes(flags.img_size[0]))
 
 
 def test_files(tmp_path):
