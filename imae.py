@@ -217,7 +217,7 @@ def draw_partners(indices, labels, same_class, generator):
     the partners' indices (n,). If same_class is None, any other image can be drawn. Otherwise,
     same_class is the fraction r of images whose partner has the same class (semantics-enhanced
     sampling: Section 1, Table 2). Image k of `indices` gets a mate, i.e. a same-class partner, if
-    floor((k+1) r) > floor(k r). This spreads them evenly over batches."""
+    floor((k+1) r) > floor(k r). This spreads mates evenly over batches."""
     N, n = len(labels), len(indices)
     u = torch.rand(n, dtype=torch.float64, generator=generator)        # one draw for each partner
 

@@ -73,7 +73,7 @@ class MINR(Method):
         out_bias: constant added to the colours (release)
         loss_on: pixels in the loss: all (paper) or masked
         coord_jitter: in training, move each coordinate at random within its pixel (item 9). Of the
-            release's runs, only GINR's on Imagenette and Indoor67 do so. Without it, larger
+            release's runs, only GINR's on Imagenette and Indoor67 do so. Without jitter, larger
             renderings show a grid
         pixel_fraction: fraction of the pixels that a training step renders (ours)
         encode_visible_only: drop masked patches instead of zeroing them, for speed (ours)

@@ -277,7 +277,7 @@ def derive(recipe, chosen, images, val_images, lr_scale):
         warmup_epochs: the recipe's fraction of its epochs, but not more with more --epochs
         lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) from the
             recipe's batch on; below, Adam's falls with the fourth root, down to the default batch
-        eval_every: so that a run validates at most 100 times, on fewer images than it trains on
+        eval_every: at most 100 validations a run, as a rule on no more images than it trains on
     """
     full, more = recipe["batch_size"], recipe.get("for_images", images) / images
     more = min(max(more, 1), 50)
@@ -300,7 +300,7 @@ def derive(recipe, chosen, images, val_images, lr_scale):
 
 
 def encoder_sizes(flags, img_size, saved):
-    """Return the encoder's constructor arguments. Each comes from the last of these that sets it:
+    """Return the encoder's constructor arguments. Of these sources, later ones win:
     the defaults, `saved` (a checkpoint's config or {}), --size, its own flag."""
     patch_size = []
     for side in img_size:                                  # the patch is the next lower divisor
@@ -593,7 +593,7 @@ def crop_batch(images, img_size, run, here):
 
 
 def crop_transform(img_size, run, *augmentations):
-    """Return a transform for an image (C,h,w): random resized crop and flip, then others."""
+    """Return a transform for an image (C,h,w): random resized crop, flip, then `augmentations`."""
     a = img_size[1] / img_size[0]
     ratio = (a * 3 / 4, a * 4 / 3) if run.crop < 1 else (a, a)
     crop = v2.RandomResizedCrop(img_size, (run.crop, 1), ratio, v2.InterpolationMode.BICUBIC)
@@ -964,7 +964,7 @@ def arguments_of(cls):
 
 
 def words_of(argv):
-    """Return the words of argv, a list or a string; by default, those typed after the script."""
+    """Return argv, a list or a string, as a list of words; by default, sys.argv[1:]."""
     argv = sys.argv[1:] if argv is None else argv
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
 

@@ -453,7 +453,7 @@ def transfer(model, state, grid):
     """Initialise `model` from a state dict with our names: its encoder and, if all their names and
     shapes match, its decoder or head, and its teacher. Positions are interpolated unless the state
     dict's `grid` (h, w) is the model's. Returns the names not set in the model, and those not used
-    from `state`. Raises InputError if these are of the encoder, except norm and extra tokens."""
+    from `state`. Raises InputError if any is the encoder's, except norm and extra tokens."""
     own, state = model.state_dict(), dict(state)
     if grid != model.encoder.grid:
         for name in own.keys() & state.keys():
