@@ -389,7 +389,7 @@ def per_channel(values, device):
 def normalize(images, model):
     """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
     require(images.shape[1] == len(model.mean), f"images have {images.shape[1]} channels, but mean "
-                                                f"and std have {len(model.mean)} values: see HOWTO.md")
+            f"and std have {len(model.mean)} values: see tests/docs/HOWTO.md")
     mean, std = (per_channel(x, images.device) for x in (model.mean, model.std))   # (C, 1, 1) each
     return (images / 255).sub_(mean).div_(std)             # in place: a batch takes gigabytes
 
