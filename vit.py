@@ -106,8 +106,8 @@ def mask_noise(kind, B, grid, device=None, generator=None):
     """Draw noise (B,L) for masking(), where the patches with the lowest noise stay visible.
     "random" noise is uniform. "grid" noise is lowest for one of every four patches, at even rows
     and columns (MAE Figure 6, CrossMAE Table 15). With "block", random rectangles are masked one by
-    one (MAE Figure 6). Here, each covers 10 to 40% of the image, or
-    less at its border; after 16, random patches follow. MAE's, from BEiT, lie inside the image."""
+    one until enough are (MAE Figure 6). Each covers 10 to 40% of the image, or less at its border;
+    after 16, random patches follow. MAE's, from BEiT, lie inside it and have 16 or more patches."""
     h, w = grid
     noise = torch.rand(B, h, w, device=device, generator=generator)    # (B, h, w)
     row, col = (torch.arange(n, device=device) for n in grid)

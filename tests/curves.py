@@ -65,17 +65,17 @@ def conclude(run):
         print(f"scores  top1 {top1:.1f} +- {error:.1f} % (standard error); largest class: "
               f"{nothing:.1f} %")
         if top1 <= nothing + 2 * error:
-            note = "always naming the largest class: more labels, --epochs or validation images"
+            note = ("always naming the largest class. What may help: more labels, --epochs or "
+                    "validation images")
     elif "psnr_masked" in last:
         print(f"scores  psnr_masked {last['psnr_masked']:.2f} dB; mean colour: "
               f"{last['psnr_mean_colour']:.2f} dB")
         # normalised patches get the visible pixels' mean and variance, which lowers their PSNR
         if not run.config.get("norm_pix_loss") and (
                 last["psnr_masked"] <= last["psnr_mean_colour"] + 0.5):
-            note = "the mean colour: more --epochs, or a trained model (--init)"
+            note = "the mean colour. What may help: more --epochs, or a trained model (--init)"
     if note and last["epoch"] > 0:
-        text, remedy = note.split(": ")
-        print(f"note    this is not clearly better than {text}. What may help: {remedy}")
+        print(f"note    this is not clearly better than {note}")
     print("see    ", *sorted(run.folder.glob("*.*")))
     unlabelled = Path(run.data).is_dir() and not Path(run.data, "train").is_dir()
     command = f"python finetune.py --checkpoint {run.folder}" + " --data LABELS" * unlabelled
