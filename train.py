@@ -122,6 +122,7 @@ def fit(run, here, model, data, val, transform=None):
             lr = learning_rate(epoch - 1 + (step - 1) / steps, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)         # finetune: layer decay
+            model.before_step((epoch - 1 + (step - 1) / steps) / run.epochs, optimizer)
             seed = hash((run.seed, epoch - 1, step))       # the same in all processes
             torch.manual_seed(seed)                        # for crops, masks and i-MAE's alpha
             crops = images.split(own_batch)
@@ -214,13 +215,14 @@ def learning_rate(t, run):
 
 def wrap(model, run, here):
     """Add DistributedDataParallel and torch.compile, as requested."""
+    dynamic = model.sizes_vary                             # if not, code for one size is faster
     if here.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if run.compile:
         # CUDA graphs save small models the time of launching kernels. But they reuse memory, where
         # a second piece of --accum would overwrite the first one's gradients
         graphs = here.device.type == "cuda" and here.world == 1 and run.accum == 1
-        model = torch.compile(model, dynamic=False, mode="reduce-overhead" if graphs else None)
+        model = torch.compile(model, dynamic=dynamic, mode="reduce-overhead" if graphs else None)
     return model
 
 
@@ -960,6 +962,7 @@ def arguments_of(cls):
             if kind is int and not (default or 0) < 0:
                 kind = in_range(int, 0)
             own[name], flags[name] = default, (PARSERS.get(kind, kind), texts.get(name, ""))
+    own = {name: default for name, default in own.items() if name not in cls.unused}
     return own, {name: flags[name] for name in own}
 
 

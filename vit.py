@@ -181,8 +181,9 @@ class Block(nn.Module):
 
 
 def init_weights(model):
-    """Initialise linear layers as in MAE (A.1): Xavier-uniform weights (qkv as one matrix) and zero
-    biases. The patch embedding is left out, because class ViT draws it as the release does."""
+    """Initialise all linear layers as MAE A.1 does those of the transformer blocks, and the release
+    the others, too: Xavier-uniform weights (qkv as one matrix) and zero biases. The patch embedding
+    is left out, because class ViT draws it as the release does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("patch_embed"):
             nn.init.xavier_uniform_(module.weight)
@@ -314,13 +315,15 @@ class ViT(nn.Module):
 # ------------------------------------------------------------------------------ what train.py calls
 class Method(nn.Module):
     """What train.fit trains. A subclass has an `encoder` (a ViT); `forward` returns the loss and
-    {name: value} for log.jsonl. draw_images is called for an epoch, draw_batch for a step, and
-    model_inputs and forward for each of its --accum pieces: override what differs in yours."""
+    {name: value} for log.jsonl. draw_images is called for an epoch, draw_batch and before_step for
+    a step, and model_inputs and forward for each of its --accum pieces: override what differs."""
 
     mean, std = IMAGENET_MEAN, IMAGENET_STD                # input: (image / 255 - mean) / std
     lr_scale = 1.0                     # factor of the learning rate, or a function of the config
     crops = 1                          # random crops of each image; 2 for pairs of views
     draws_alike = False                # whether forward draws the same in all pieces and processes
+    sizes_vary = False                 # for --compile: whether shapes in forward vary between steps
+    unused = ()                        # inherited arguments that do nothing: they are no flags
     small_recipe = dict(               # ours, for width 64 and at least 10,000 images: train.derive
         lr=2e-3, width_power=0.5, batch_size=64, epochs=10, warmup_epochs=1, for_images=10_000)
     small_config = {}                  # arguments of the constructor that belong to small_recipe
@@ -338,18 +341,23 @@ class Method(nn.Module):
 
     def draw_batch(self, crops, labels, noise):
         """Return forward's arguments from this process's crops (b,C,H,W), uint8 or float, labels
-        (b,), -1 if unlabelled, and noise (b,L). Random draws are equal in all processes."""
+        (b,), -1 if unlabelled, and noise (b,L). Random draws are equal in all processes. A 0-dim
+        tensor goes whole to each piece; others have a row per image and are cut into pieces."""
         return [crops[0], noise, *crops[1:]]
 
     def model_inputs(self, *piece):
         """Return forward's arguments for a piece of draw_batch's: here, images are normalised."""
         return [normalize(x, self) if x.ndim == 4 else x for x in piece]
 
+    def before_step(self, progress, optimizer):
+        """Called before each optimizer step, e.g. to change weight decay in optimizer.param_groups.
+        progress, in [0, 1), is the completed fraction of the run."""
+
     def after_step(self, progress):
-        """Called after each optimizer step; progress is the completed fraction of the run."""
+        """Called after each optimizer step, e.g. to move a teacher. progress is in (0, 1]."""
 
     def scores(self, data, val, here, run):
-        """Return more scores {name: value} than the PSNRs, for log.jsonl. Runs in all processes."""
+        """Return scores {name: value} for log.jsonl besides the PSNRs. Runs in all processes."""
         return {}
 
 
