@@ -337,8 +337,7 @@ def evaluate_checkpoint(flags, cls):
     require(val.classes == classes and len(classes) == config["classes"],
             f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
             f"{', '.join(val.classes[:5]) or 'it has no val/CLASS/'} ...")
-    model = cls(**config).to(here.device)
-    model.load_state_dict(state)
+    model = train.model_of({**content, "config": config}, cls).to(here.device)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))
     return row

@@ -255,7 +255,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
     layers = {"default": own, "paper": paper, "small": small,
               "init": {name: init[name] for name in own if name in init},      # of the --init file
               "flags": chosen}
-    values = {**vars(flags), "min_lr": 0.0}
+    values = {**vars(flags), **DEFAULTS, "min_lr": 0.0}
     for layer in layers.values():
         values.update(layer)
     config = {**sizes, **{name: values[name] for name in own}, **fixed}
@@ -267,7 +267,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
             require(values[low] < values[high] or values[high] == 0,
                     f"--{low} {values[low]} must be below --{high} {values[high]}")
     origin = {name: source for source, layer in layers.items() for name in layer
-              if name in {*own, *paper, "lr", "min_lr"}}
+              if name in {*own, *paper, *small, "lr", "min_lr"} - {"width_power", "for_images"}}
     values.update(**sizes, **facts, images=images, config=config, origin=origin)
     return namedtuple("Settings", values)(**values)
 
@@ -763,6 +763,18 @@ def read_checkpoint(path, heads=None):
             "path": str(path)}
 
 
+def model_of(content, cls):
+    """Return the model of a checkpoint, a `cls`. Raises InputError if `cls` lacks an argument that
+    the file has, as the file of a Classifier's subclass may."""
+    spec = inspect.getfullargspec(cls.__init__)
+    more = content["config"].keys() - {*spec.args, *spec.kwonlyargs}
+    require(spec.varkw or not more, f"{content['path']} has {', '.join(sorted(more))}, which class "
+            f"{cls.__name__} lacks: use the file's own class (its script, or in load_model)")
+    model = cls(**content["config"])
+    model.load_state_dict(content["model"])
+    return model
+
+
 def initialize(model, start):
     """Initialise `model` from the checkpoint `start`: the encoder, and the decoder or head if it
     matches. Prints what is newly initialised and what is not loaded."""
@@ -905,6 +917,7 @@ RECIPE = {
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
+IN_RECIPE = {*RECIPE, "schedule", "width_power", "for_images", "mask", "clip_grad"} - {"recipe"}
 PRETRAINING = {
     "init": (path, "checkpoint that initialises the encoder and, if it fits, the decoder"),
     "mask": (("random", "grid", "block"), "pattern of the masks")}
@@ -935,7 +948,7 @@ def add_flags(parser, title, flags, defaults=DEFAULTS, small={}):
         values = [str(defaults[name])] if defaults.get(name) is not None else []
         if small.get(name, defaults.get(name)) != defaults.get(name):
             values.append(f"small: {small[name]}")
-        text += f" ({'; '.join(values)})" if values else ""
+        text = f"{text.removesuffix('; default: none')} ({'; '.join(values)})" if values else text
         parsing = dict(type=kind, metavar="X")
         if kind is bool:
             parsing = dict(action=argparse.BooleanOptionalAction)
@@ -995,15 +1008,22 @@ def main(argv=None):
     cls = METHODS[parser.parse_known_args(words)[0].method]            # decides on other flags
     require(issubclass(cls, Method), f"class {cls.__name__} must inherit from vit.Method, not from "
                                      f"nn.Module: see tests/docs/FORKS.md")
+    recipe = {**cls.recipe, **cls.small_recipe}
+    wrong = ", ".join(sorted(recipe.keys() - IN_RECIPE))
+    require(not wrong, f"a recipe of class {cls.__name__} sets {wrong}, but it can set only "
+                       f"{', '.join(sorted(IN_RECIPE))}")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.set_defaults(data="shapes", eval_images=1000)
-    add_flags(parser, "data and device", DATA)
-    add_flags(parser, "training images and encoder", ENCODER)
-    add_flags(parser, "run", RUN)
-    add_flags(parser, "recipe", RECIPE, {**DEFAULTS, **cls.recipe}, cls.small_recipe)
+    parser.set_defaults(**dict.fromkeys(DEFAULTS.keys() & recipe))     # the recipe's, see settle
+    add = partial(add_flags, parser, defaults={**DEFAULTS, **cls.recipe}, small=cls.small_recipe)
+    add("data and device", DATA)
+    add("training images and encoder", ENCODER)
+    add("run", RUN)
+    add("recipe", RECIPE)
     own, flags = arguments_of(cls)
     add_flags(parser, f"arguments of {cls.__name__}", flags, own, cls.small_config)
-    add_flags(parser, "pretraining", PRETRAINING | (PAIRS if issubclass(cls, IMAE) else {}))
+    flags = PRETRAINING | (PAIRS if issubclass(cls, IMAE) else {})
+    add("pretraining", {name: flags[name] for name in flags if name not in cls.unused})
     return pretrain(parser.parse_args(words))
 
 

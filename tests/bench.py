@@ -3,9 +3,9 @@
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
 
 A method may have its own flags of train.py after colons: mae:amp=bf16:compile. Flags that are not
-listed below are for all methods. The methods take turns, for --steps training steps each
-(train.train_step: forward, backward, optimizer) on a batch of random images. Without a GPU, the
-defaults are ViT-micro and 32 pixels. The columns:
+listed below are for all methods. The methods take turns, for --steps training steps each (their
+draw_batch, forward, backward, optimizer) on a batch of random images. Without a GPU, the defaults
+are ViT-micro and 32 pixels. The columns:
 
     img/s, ms/step   of the median step. Each step is waited for, as in training every 20th: there,
                      small models, whose time goes into launching kernels, are faster on a GPU
@@ -54,32 +54,34 @@ class Case:
         self.spec = spec
         size = flags.img_size or img_size                  # its own, e.g. mae:img_size=64
         self.run, self.model = train.build(flags, self.here, size, images=10 ** 6)
-        one_image = self.model.model_inputs(*self.batch(1))
+        one_image = self.model.model_inputs(*self.model.draw_batch(*self.drawn(1)))
         self.macs = count_macs(lambda: self.model(*one_image))
         self.net = train.wrap(self.model, self.run, self.here)
         groups, half = self.model.parameter_groups(self.run), self.here.dtype is torch.float16
         self.optimizer = OPTIMIZERS[self.run.optimizer](groups, self.run)
         self.scaler = torch.amp.GradScaler(self.here.device.type, enabled=half)
-        self.inputs = self.batch(self.run.batch_size)
+        self.inputs = self.drawn(self.run.batch_size)
         self.timer, self.memory = Timer("step()", globals=dict(step=self.step)), ""
         if self.here.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.step()
             self.memory = f"{(torch.cuda.max_memory_allocated() - others) / 2 ** 30:.3g}"
 
-    def batch(self, B):
-        """Return a step's batch of B random images."""
+    def drawn(self, B):
+        """Return draw_batch's arguments: the crops, labels and noise of B random images."""
         encoder, g = self.model.encoder, torch.Generator().manual_seed(0)
         images = torch.randint(256, (B, encoder.in_chans, *encoder.img_size), generator=g)
         noise = mask_noise(self.run.mask, B, encoder.grid, generator=g)
         images, labels, noise = (x.to(self.here.device) for x in (
             images.float(), torch.zeros(B, dtype=torch.long), noise))
-        return self.model.draw_batch([images] * self.model.crops, labels, noise)
+        return [images] * self.model.crops, labels, noise
 
     def step(self):
-        """Take a training step, and return its loss."""
+        """Take a training step as train.fit does, without cropping, and return its loss."""
+        batch = self.model.draw_batch(*self.inputs)
+        self.model.before_step(0.5, self.optimizer)
         metrics = train.train_step(self.run, self.here, self.model, self.net, self.optimizer,
-                                   self.scaler, self.inputs, 0)
+                                   self.scaler, batch, 0)
         self.model.after_step(0.5)
         return metrics["loss"]
 

@@ -116,7 +116,9 @@ def load_models(paths, norm_pix_loss=None):
     """Return {path: model}. Raises InputError unless all predict colours, in the same sizes."""
     models = {path: load_any(path, norm_pix_loss=norm_pix_loss) for path in paths}
     for path, model in models.items():
-        require(model.reconstruct and model.encoder.in_chans == 3,
+        require(model.reconstruct, f"{path} is of class {type(model).__name__}, which predicts no "
+                                   f"pixels (its `reconstruct` is None): leave it out")
+        require(model.encoder.in_chans == 3,
                 f"{path} does not predict the three channels of colour images: leave it out")
         first, own = ((x.img_size, x.patch_size) for x in (models[paths[0]].encoder, model.encoder))
         require(own == first, f"{path} has image and patch size {own}, but {paths[0]} has {first}: "

@@ -447,17 +447,18 @@ def strip_of(model, inputs, calls):
     the weights of CrossMAE's feature maps, and attention in `encode` and in `decode`."""
     encoder, (image, noise, *more) = model.encoder, inputs
     shown, seen, decoded = {"image": image}, image, {}
-    if len(more) == 2:                                     # i-MAE: a partner, and a weight
+    if hasattr(model, "unmix"):                            # i-MAE: a partner, and a weight
         seen, (x_1, x_2) = model.mix_images(image, *more)
         shown = {"x_1": x_1, "x_2": x_2, f"{more[1]:g} x_1 + {1 - more[1]:g} x_2": seen}
         decoded = dict(zip(("x_1 (subordinate), ", "x_2 (dominant), "),
                            model.unmix(image, *more, noise)[0]))
-    elif more:
+    elif more and more[0].ndim == 4:
         shown["its second view"] = more[0]
-    if len(more) < 2 and getattr(model, "reconstruct", None):
+    if not hasattr(model, "unmix") and getattr(model, "reconstruct", None):
         decoded = {"": model.reconstruct(image, noise)[0]}
-    _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
-    shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
+    if noise.shape[1:] == (encoder.num_patches,) and hasattr(model, "mask_ratio"):
+        _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
+        shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
     for name, x in decoded.items():
         shown[f"{name}predicted; visible patches copied"] = copy_visible(encoder, x, seen, mask)
     if getattr(model, "skipped", 0):                       # CrossMAE leaves some out

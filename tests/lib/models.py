@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from train import METHODS, read_checkpoint
+from train import METHODS, model_of, read_checkpoint
 from vit import ViT, require
 
 NORM_PIX_LOSS = dict(action=argparse.BooleanOptionalAction,
@@ -17,8 +17,7 @@ def load_model(source, methods=METHODS):
     content = source if isinstance(source, dict) else read_checkpoint(source)
     require(content["method"] in methods, f"{content['path']} has the method {content['method']}, "
             f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py")
-    model = methods[content["method"]](**content["config"])
-    model.load_state_dict(content["model"])
+    model = model_of(content, methods[content["method"]])
     model.class_names = content.get("classes", [])
     return model.eval()
 

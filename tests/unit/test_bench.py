@@ -38,6 +38,18 @@ def test_a_row_for_every_method(capsys, monkeypatch):
     assert float(rows[3]["GMAC/img"]) == pytest.approx(macs, rel=1e-3)
 
 
+def test_a_step_is_the_loops(monkeypatch):
+    """A measured step calls what train.fit calls in a step."""
+    called = []
+    for name in ("draw_batch", "before_step", "after_step"):
+        method = getattr(METHODS["mae"], name)
+        monkeypatch.setattr(METHODS["mae"], name, lambda *inputs, name=name, method=method: (
+            called.append(name), method(*inputs))[1])
+    bench.main("--warmup 0 --steps 2 --method mae --batch_size 2".split())
+    steps = ["draw_batch", "before_step", "after_step"]
+    assert called[1:] == steps * (len(called) // 3) and len(called) > 3        # torch also warms up
+
+
 def test_cost_at_vit_b():
     """A step of HyperMAE costs about two thirds of MAE's. (Table 1 has 6.42 and 9.78 GMAC, with
     work that the releases could skip.)"""

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,23 @@ def test_a_classifier_goes_on_as_it_was(tune, folder, capsys):
     other = train.read_checkpoint("runs/other")["model"]
     assert not torch.equal(other["head.weight"], first["model"]["head.weight"])
     assert torch.equal(other["encoder.cls_token"], first["model"]["encoder.cls_token"])
+
+
+def test_a_file_of_another_class(tune, monkeypatch, refused):
+    """A classifier of one's own is evaluated and loaded by its own class."""
+    class Own(Classifier):
+        def __init__(self, *args, frozen=2, **kwargs):
+            super().__init__(*args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "main", partial(finetune.main, classifier=Own))
+        _, row = tune("--epochs", "1")
+    words = "--mode eval --checkpoint runs/tuned --workers 0"
+    wrong = "runs/tuned/last.pt has frozen, which class Classifier lacks: use the file's own class"
+    refused(finetune.main, words, wrong)
+    with pytest.raises(InputError, match=wrong):
+        load_model("runs/tuned", {"classifier": Classifier})
+    assert finetune.main(words, Own)["top1"] == row["top1"]
+    assert load_model("runs/tuned", {"classifier": Own}).class_names == ["a", "b"]
 
 
 def test_scaled_images_are_refused(tune):

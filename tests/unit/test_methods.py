@@ -2,8 +2,10 @@
 masked pixels do not leak. Some are for the five methods only: recipes, that each option does
 something. (What is special to one method has a file of its own.)"""
 
+import contextlib
 import copy
 import math
+import warnings
 from collections import defaultdict
 from functools import partial
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (DataDependentOutputException,
+                                           DynamicOutputShapeException, FakeTensorMode)
 
 import finetune
 import train
@@ -19,7 +22,7 @@ from tests.lib.models import load_encoder, load_model
 from tests.unit.conftest import HERE, TINY, same, settings, together
 from tests.unit.golden import in_loss_space
 from train import IMAE, METHODS
-from vit import (InputError, Method, ViT, mask_noise, normalize,
+from vit import (InputError, Method, ViT, gather_patches, mask_noise, normalize,
                  normalize_patches, patchify, unpatchify)
 
 SMALL = dict(img_size=(16, 24), patch_size=4, in_chans=3, dim=16, depth=2, heads=2,
@@ -71,12 +74,17 @@ PIXELS = [name for name in METHODS if METHODS[name].reconstruct]
 FORKS = [name for name in METHODS if name not in OPTIONS]
 
 
-def build(name, **options):
-    torch.manual_seed(0)
+def build_arguments(name, **options):
+    """Return a small model's arguments."""
     arguments = {**SMALL, **BASE[name], **options}
     if name not in MASKED:                                 # contrastive learning, for example
         del arguments["mask_ratio"]
-    return METHODS[name](**arguments)
+    return arguments
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    return METHODS[name](**build_arguments(name, **options))
 
 
 def images_and_noise(B=3, C=3, L=24):
@@ -141,7 +149,11 @@ def test_on_a_gpu_that_does_not_exist(name, options):
     with FakeTensorMode() as mode:
         state = {k: mode.from_tensor(v).cuda() for k, v in state.items()}
         inputs = tuple(mode.from_tensor(x).cuda() for x in inputs)
-        loss, metrics = torch.func.functional_call(model, state, inputs)
+        try:
+            loss, metrics = torch.func.functional_call(model, state, inputs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            pytest.fail(f"forward needs a tensor's value, e.g. for .item(), int() or x[x > 0], and "
+                        f"would wait for the GPU in each step: see rule 4 in FORKS.md ({error})")
         assert all(x.is_cuda for x in (loss, *metrics.values()))
 
 
@@ -232,6 +244,86 @@ def test_each_option_changes_what_it_names(name, options):
         torch.manual_seed(0)                               # seeds the model's own random draws
         losses.append(m(images, noise)[0])
     assert (losses[0] - losses[1]).abs() > 1e-6, f"{options} changes nothing"
+
+
+def three_steps(name, flipped=False, **options):
+    """Return the losses of three training steps, and then a prediction, if there is one."""
+    model, (images, noise), seen = build(name, **options), images_and_noise(4), []
+    noise = noise.flip(1) if flipped else noise
+    crops = [(50 * images + 128).clamp(0, 255)[:, [c % 3 for c in range(len(model.mean))]]]
+    optimizer = torch.optim.SGD(model.parameter_groups(settings()), lr=0.01)
+    for step in range(3):
+        torch.manual_seed(step)                            # what the model draws for itself
+        batch = model.draw_batch(crops * model.crops, torch.zeros(4, dtype=torch.long), noise)
+        model.before_step(step / 3, optimizer)
+        loss = model(*model.model_inputs(*batch))[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.after_step((step + 1) / 3)
+        seen.append(loss.item())
+    if model.reconstruct:
+        seen.append(model.reconstruct(normalize(crops[0], model), noise)[0].sum().item())
+    return seen
+
+
+def others(argument, value):
+    """Return other values of an argument: those in OPTIONS, and near ones of numbers and bools."""
+    listed = [o[argument] for each in OPTIONS.values() for o in each if {*o} == {argument}]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        listed += [value / 2 if isinstance(value, float) else 2 * value, value + 1]
+    return [x for x in listed if x != value]
+
+
+@pytest.mark.parametrize("name, argument", [
+    (name, argument) for name in FORKS for argument in (*train.arguments_of(METHODS[name])[0],
+                                                        "mask")])
+def test_your_arguments_do_something(name, argument):
+    """Another value of an argument changes the losses or, of one that no method here has, at least
+    the prediction."""
+    cls, usual, tried = METHODS[name], three_steps(name), []
+    known = {"mask", *train.arguments_of(type("All", (cls,), dict(unused=())))[0]}
+    assert {*cls.unused} <= known, f"`unused` has {sorted({*cls.unused} - known)}: no arguments"
+    if argument == "mask":
+        tried = [three_steps(name, flipped=True)] if "mask" not in cls.unused else []
+    else:
+        value = {**train.arguments_of(cls)[0], **build_arguments(name)}[argument]
+        for other in others(argument, value):
+            with contextlib.suppress(InputError):          # not every value suits the model
+                tried.append(three_steps(name, **{argument: other}))
+    n = 3 if argument == "mask" or any(argument in o for x in OPTIONS.values() for o in x) else None
+    assert not tried or any(x[:n] != usual[:n] for x in tried), (
+        f"--{argument} does nothing in {cls.__name__}: add it to `unused`, see FORKS.md")
+
+
+def test_arguments_that_do_nothing_are_found(monkeypatch):
+    """(That is, test_your_arguments_do_something can fail.)"""
+    class Fork(METHODS["mae"]):
+        def __init__(self, *args, idle=0.5, busy=0.5, late=0.5, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.busy, self.late, self.factor = busy, late, 1.0
+
+        def target(self, images, ids):
+            return self.busy * self.factor * gather_patches(patchify(images, 4), ids)
+
+        def after_step(self, progress):
+            self.factor = self.late * progress
+    monkeypatch.setitem(METHODS, "fork", Fork)
+    monkeypatch.setitem(BASE, "fork", DECODER)
+    monkeypatch.setattr("tests.unit.test_methods.MASKED", [*MASKED, "fork"])
+    check = test_your_arguments_do_something
+    for argument in ("busy", "late", "mask_ratio", "decoder_dim", "mask"):
+        check("fork", argument)
+    for argument in ("idle", "norm_pix_loss"):
+        with pytest.raises(AssertionError, match=f"--{argument} does nothing in Fork"):
+            check("fork", argument)
+    Fork.unused = ("idle", "norm_pix_loss")
+    assert not {*Fork.unused} & train.arguments_of(Fork)[0].keys()
+    Fork.unused = ("idel",)
+    with pytest.raises(AssertionError, match="`unused` has .'idel'.: no arguments"):
+        check("fork", "busy")
 
 
 @pytest.mark.parametrize("name, options", [case for case in CASES if case[0] in PIXELS])
@@ -481,10 +573,16 @@ def draws_numbers(model):
 
 
 def is_mean_over_images(model):
-    """Return whether the loss is the mean of the losses of the batch's halves."""
+    """Return whether the loss is the mean of the losses of the batch's halves. Warn if not, except
+    for i-MAE, whose partners here, but not in train.py, are from the same piece."""
     images, noise = images_and_noise(4, C=model.encoder.in_chans)
     halves = [loss_of(model, x, z) for x, z in zip(images.split(2), noise.split(2))]
-    return torch.allclose(sum(halves) / 2, loss_of(model, images, noise), atol=1e-5)
+    if torch.allclose(sum(halves) / 2, loss_of(model, images, noise), atol=1e-5):
+        return True
+    if not isinstance(model, IMAE):
+        warnings.warn(f"the loss of {type(model).__name__} compares the images of a batch, so "
+                      f"--accum and the number of processes change it: see rule 3 in FORKS.md")
+    return False
 
 
 @methods
@@ -607,6 +705,25 @@ def test_compiles_into_one_graph(name, options, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("sizes_vary, graphs", [(True, 1), (False, 3)])
+def test_compiles_for_sizes_that_vary(sizes_vary, graphs, monkeypatch):
+    """With sizes_vary, other numbers of visible patches need no new graph."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model, (images, noise) = build("mae", depth=1), images_and_noise()
+
+    class Varying(nn.Module):
+        def forward(self, images, ids_keep):
+            return model.encode(images, ids_keep)
+    varying = Varying()
+    varying.sizes_vary = sizes_vary
+    net = train.wrap(varying, settings(compile=True), HERE)
+    torch._dynamo.utils.counters.clear()
+    for K in (6, 9, 12):
+        net(images, noise.argsort(1)[:, :K])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 @pytest.mark.parametrize("device, world, accum, mode", [
     ("cuda", 1, 1, "reduce-overhead"), ("cpu", 1, 1, None), ("cuda", 2, 1, None),
     ("cuda", 1, 2, None)])
@@ -614,7 +731,7 @@ def test_cuda_graphs(device, world, accum, mode, monkeypatch):
     """--compile uses CUDA graphs only on a GPU, in one process and for whole batches. (On a GPU,
     test_devices.py compares losses.)"""
     modes = []
-    monkeypatch.setattr(torch, "compile", lambda model, **more: modes.append(more.get("mode")))
+    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: modes.append(mode))
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
     here = HERE._replace(device=torch.device(device), world=world)
     train.wrap(build("mae"), settings(compile=True, accum=accum), here)

@@ -192,7 +192,7 @@ def test_models_and_images(tmp_path, monkeypatch, refused):
         config = dict(SIZES, patch_size=patch_size, **MAE.small_config)
         torch.save(dict(method=name, config=config, model=MAE(**config).state_dict()), f"{name}.pt")
     refused(play.main, ["a.pt", "b.pt"], "b.pt has image and patch size ((16, 16), (8, 8)), but a.")
-    refused(play.main, ["a.pt", "c.pt"], "c.pt does not predict the three channels")
+    refused(play.main, ["a.pt", "c.pt"], "c.pt is of class Own, which predicts no pixels")
     refused(play.main, ["d.pt"], "d.pt does not exist")
     refused(play.main, ["a.pt", "--image", "b.pt"], "cannot read b.pt")
     refused(play.main, ["a.pt", "--image", "x.jpg"], "image x.jpg does not exist: check its name")

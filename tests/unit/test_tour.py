@@ -289,6 +289,34 @@ def test_own_method(tmp_path, monkeypatch):
         ("eq. 1", "views = views + 0")]                    # ViT's is another paper's
 
 
+@pytest.mark.parametrize("case", ["own ids", "no masks", "a number"])
+def test_what_draw_batch_returns(case, tmp_path, monkeypatch):
+    """The strip shows masks that are noise, and other arguments only if they are images."""
+    class Fork(MAE):
+        def draw_batch(self, crops, labels, noise):
+            if case == "own ids":                          # as in I-JEPA: the visible patches
+                return [crops[0], noise.argsort(1)[:, :5]]
+            return [crops[0], noise, torch.ones(1)]
+
+        def forward(self, images, noise=None, more=None):
+            if case == "own ids":
+                return self.encode(images, noise).square().mean(), {}
+            return super().forward(images, noise)
+    Fork.reconstruct = None if case != "a number" else MAE.reconstruct
+    Fork.__module__, Fork.__doc__ = "mae", "Fork."
+    monkeypatch.setitem(train.METHODS, "fork", Fork)
+    if case == "no masks":
+        init = Fork.__init__
+        monkeypatch.setattr(Fork, "__init__", lambda self, *args, **more: (
+            init(self, *args, **more), delattr(self, "mask_ratio"))[0])
+        monkeypatch.setattr(Fork, "forward", lambda self, images, noise=None, more=None: (
+            self.encoder(images).mean(), {}))
+    main(["fork", "--out", str(tmp_path / "a.html")])
+    text = (tmp_path / "a.html").read_text()
+    assert "second view" not in text
+    assert ("<figcaption>masked" in text) == (case == "a number")
+
+
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
     """The page shows the given checkpoint and image."""
     monkeypatch.chdir(tmp_path)

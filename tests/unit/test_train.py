@@ -32,7 +32,7 @@ from tests.lib.masks import copy_visible
 from tests.lib.models import load_model
 from tests.lib.pictures import save_picture
 from tests.unit.conftest import (DECODER, HERE, ROOT, TINY, ended, fork, parsed, same, settings,
-                                 together, write_pictures)
+                                 stopping_after_two, together, write_pictures)
 from tests.unit.golden import load
 from tests.unit.test_methods import BASE, build, flags, images_and_noise
 from vit import InputError, Method, denormalize, from_released, pair, patchify
@@ -589,6 +589,32 @@ def test_flags_of_a_fork(monkeypatch):
         train.main("--method bare")
 
 
+def test_recipe_of_a_fork(monkeypatch, capsys, refused):
+    """A recipe can also set the masks and --clip_grad, which --help shows. A flag still wins."""
+    class Fork(MAE):
+        recipe = dict(MAE.recipe, clip_grad=3.0, weight_decay=0.4)
+        small_recipe = dict(MAE.small_recipe, mask="block")
+        unused = ("norm_pix_loss",)
+    monkeypatch.setitem(train.METHODS, "fork", Fork)
+
+    def settled(words):
+        flags = parsed("train.py", f"--method fork {words}")
+        return train.build(flags, HERE, (16, 16), 1000)[0]
+    run = settled("")
+    assert (run.mask, run.clip_grad, run.weight_decay) == ("block", 3.0, 0.4)
+    assert (run.origin["mask"], run.origin["clip_grad"]) == ("small", "paper")
+    assert settled("--recipe paper").mask == "random" and settled("--mask grid").mask == "grid"
+    assert settled("--clip_grad 0").clip_grad == 0
+    with pytest.raises(SystemExit):
+        train.main("--method fork --help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "norm of the gradient (3.0)" in said and "masks (random; small: block)" in said
+    assert "norm_pix_loss" not in said
+    refused(train.main, "--method fork --norm_pix_loss", "unrecognized arguments: --norm_pix_loss")
+    Fork.recipe = dict(MAE.recipe, weight_decy=3)
+    refused(train.main, "--method fork", "recipe of class Fork sets weight_decy", "weight_decay")
+
+
 def test_paths(monkeypatch):
     """A notebook does not expand ~, and its words need not be strings."""
     monkeypatch.setenv("HOME", "/home/a")
@@ -693,6 +719,26 @@ def test_resuming(pretrain, folder, capsys):
     assert "resumed after epoch 2 of 3\n" in said and other["epoch"] == 3
     group = other["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.5, 0.6)
+
+
+def test_before_step(pretrain, monkeypatch):
+    """A method's own schedule, e.g. of the weight decay, goes on in a resumed run."""
+    seen = []
+
+    class Fork(MAE):
+        def before_step(self, progress, optimizer):
+            seen.append(progress)
+            optimizer.param_groups[0]["weight_decay"] = 5 * progress
+    monkeypatch.setitem(train.METHODS, "fork", Fork)
+    words = ["--method", "fork", "--epochs", "3", "--lr", "0.1"]
+    whole = pretrain(*words, name="whole")
+    assert seen == pytest.approx([i / 15 for i in range(15)])          # before the first step: 0
+    with stopping_after_two(monkeypatch):
+        pretrain(*words, name="part")
+    part = pretrain(*words, "--resume", name="part")
+    assert same(whole["model"], part["model"])
+    assert part["optimizer"]["param_groups"][0]["weight_decay"] == seen[-1] * 5
+    assert not same(whole["model"], pretrain(*words[2:], name="constant")["model"])
 
 
 def test_resuming_what_was_not_trained(pretrain):
