@@ -138,9 +138,10 @@ def test_forks(pretrain, tune, monkeypatch):
         for file in [[], ["--features", str(ROOT / "tests/models/mae.pt")]]:
             if file and cls.__name__ != "FeatureMAE":
                 continue
+            own = DECODER if "decoder_dim" in train.arguments_of(cls)[0] else []
             run = pretrain("--method", "fork", "--img_size", "32", *file, "--overwrite",
-                           name="fork", own=DECODER)
-            assert run["history"][-1]["loss"] > 0 and run["config"]["decoder_dim"] == 16
+                           name="fork", own=own)
+            assert run["history"][-1]["loss"] > 0 and run["config"].get("decoder_dim", 16) == 16
             if cls.reconstruct:
                 assert evaluate.main(["runs/fork", "--mask_ratios", "0.75"])
             teacher = {name.removeprefix("teacher."): value for name, value in run["model"].items()
@@ -150,6 +151,11 @@ def test_forks(pretrain, tune, monkeypatch):
                 assert load_model("runs/fork").teacher.dim == 64
             elif teacher:
                 assert not torch.equal(teacher["cls_token"], run["model"]["encoder.cls_token"])
+                train.main(f"--method fork --init {ROOT}/tests/models/mae.pt --epochs 0 --name begun")
+                begun = load_model("runs/begun")
+                assert same(begun.teacher.state_dict(), begun.encoder.state_dict())
+                assert same(begun.encoder.state_dict(),
+                            load_encoder(ROOT / "tests/models/mae.pt").state_dict())
         bench.main("--method fork --steps 1 --warmup 0 --batch_size 2".split())
     words = ["--epochs", "3", "--decay", "0.5"]
     main = partial(finetune.main, classifier=cls)
