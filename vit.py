@@ -396,8 +396,11 @@ def per_channel(values, device):
 
 def normalize(images, model):
     """Turn images (B,C,H,W) in [0, 255] into float model input: (x / 255 - mean) / std."""
-    require(images.shape[1] == len(model.mean), f"images have {images.shape[1]} channels, but mean "
-            f"and std have {len(model.mean)} values: see tests/docs/HOWTO.md")
+    C, shape = len(model.mean), tuple(images.shape)        # also of a NumPy array
+    hint = " (use torch.as_tensor(images).movedim(-1, -3))" if shape[-1:] == (C,) else ""
+    require(torch.is_tensor(images) and len(shape) == 4 and shape[1] == C, f"images must be a "
+            f"tensor (B,{C},H,W), for {C} values of mean and std, not {type(images).__name__} "
+            f"{shape}{hint}: see tests/docs/HOWTO.md")
     mean, std = (per_channel(x, images.device) for x in (model.mean, model.std))   # (C, 1, 1) each
     return (images / 255).sub_(mean).div_(std)             # in place: a batch takes gigabytes
 
