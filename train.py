@@ -215,13 +215,13 @@ def learning_rate(t, run):
 
 def wrap(model, run, here):
     """Add DistributedDataParallel and torch.compile, as requested."""
-    dynamic = model.sizes_vary                             # if not, code for one size is faster
+    dynamic = model.sizes_vary                             # code for one size is faster
     if here.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if run.compile:
         # CUDA graphs save small models the time of launching kernels. But they reuse memory, where
         # a second piece of --accum would overwrite the first one's gradients
-        graphs = here.device.type == "cuda" and here.world == 1 and run.accum == 1
+        graphs = here.device.type == "cuda" and here.world == run.accum == 1 and not dynamic
         model = torch.compile(model, dynamic=dynamic, mode="reduce-overhead" if graphs else None)
     return model
 

@@ -724,17 +724,19 @@ def test_compiles_for_sizes_that_vary(sizes_vary, graphs, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("device, world, accum, mode", [
-    ("cuda", 1, 1, "reduce-overhead"), ("cpu", 1, 1, None), ("cuda", 2, 1, None),
-    ("cuda", 1, 2, None)])
-def test_cuda_graphs(device, world, accum, mode, monkeypatch):
-    """--compile uses CUDA graphs only on a GPU, in one process and for whole batches. (On a GPU,
-    test_devices.py compares losses.)"""
+@pytest.mark.parametrize("device, world, accum, sizes_vary, mode", [
+    ("cuda", 1, 1, False, "reduce-overhead"), ("cpu", 1, 1, False, None),
+    ("cuda", 2, 1, False, None), ("cuda", 1, 2, False, None), ("cuda", 1, 1, True, None)])
+def test_cuda_graphs(device, world, accum, sizes_vary, mode, monkeypatch):
+    """--compile uses CUDA graphs only on a GPU, in one process, for whole batches and for shapes
+    that do not vary. (On a GPU, test_devices.py compares losses.)"""
     modes = []
     monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: modes.append(mode))
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
     here = HERE._replace(device=torch.device(device), world=world)
-    train.wrap(build("mae"), settings(compile=True, accum=accum), here)
+    model = build("mae")
+    model.sizes_vary = sizes_vary
+    train.wrap(model, settings(compile=True, accum=accum), here)
     assert modes == [mode]
 
 
