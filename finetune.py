@@ -205,9 +205,10 @@ class Classifier(Method):
 
     def classify(self, images):
         """Switch to eval mode and return the logits (B,classes) of images (B,C,H,W) in [0, 255]."""
+        inputs = normalize(images, self)
         require(not images.is_floating_point() or images.amin() >= 0 and images.amax() > 1,
                 "images must be in [0, 255], e.g. uint8, not in [0, 1], and not normalised")
-        return self.eval().logits(normalize(images, self))
+        return self.eval().logits(inputs)
 
     def parameter_groups(self, run):
         """Return the parameter groups of the optimizer, each a dict."""
@@ -350,6 +351,7 @@ TUNING = {  # flags, as in train.py; a Classifier's own arguments are flags, too
     "layer_decay": (fraction, "ratio of a layer's learning rate to the next layer's; 1: no decay")}
 
 
+@train.settings_restored()
 def main(argv=None, classifier=Classifier):
     """Run `python finetune.py` with the arguments `argv`, like train.main, on a Classifier or a
     subclass. Returns the last row of log.jsonl. The modes knn and eval write no files, and return
@@ -364,6 +366,9 @@ def main(argv=None, classifier=Classifier):
                 "checkpoint (finetune)")
     mode = parser.parse_known_args(words)[0].mode           # it decides which other flags exist
     parser.set_defaults(method="classifier")
+    if mode not in RECIPES:
+        unused = [x for x in words if x.split("=")[0] in {f"--{name}" for name in train.RUN}]
+        require(not unused, f"--mode {mode} writes no run: leave out {' '.join(unused)}")
     option("-h", "--help", action="help", help="show this help and exit")
     option("--checkpoint", metavar="FILE", type=path, required=mode != "scratch",
            help="checkpoint from train.py, or released by MAE, CrossMAE or timm")

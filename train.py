@@ -20,12 +20,13 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 import time
 import warnings
 import zlib
 from collections import namedtuple
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
@@ -107,6 +108,9 @@ def fit(run, here, model, data, val, transform=None):
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype is torch.float16)
     describe(run, here, model, data, val, steps)
     history = resume(run, here, model, data, optimizer, scaler)
+    if history:                                            # a full disk may have kept them out
+        _, columns = evaluate_psnr(model, val, here, run.mask, most=8 * here.world)
+        write_log(run, here, history, columns)
     net, began = wrap(model, run, here), time.perf_counter()
     lr, first, saved_at = 0.0, history[-1]["epoch"] + 1 if history else min(1, run.epochs), began
     epochs = range(first, run.epochs + 1)
@@ -156,6 +160,9 @@ def fit(run, here, model, data, val, transform=None):
             bar.write(f"epoch {epoch}: {', '.join(said)}")
     bar.close()
     print(f"done    in {(time.perf_counter() - began) / 60:.1f} minutes")
+    broken = sum(torch.stack(here.gather(x.broken)).any(0).sum().item() for x in (data, val))
+    if broken:
+        print(f"note    {broken} image files cannot be read, and others replaced them: see above")
     if here.rank == 0:
         with suppress(ImportError, InputError):            # a copy without tests/; an empty log
             from tests.curves import conclude              # only here: tests import train
@@ -368,6 +375,11 @@ class ImageDataset(namedtuple("ImageDataset", "images labels classes")):
     def in_memory(self):
         return torch.is_tensor(self.images)
 
+    @cached_property
+    def broken(self):
+        """Flags (N,), in memory that workers share, of the files that could not be read so far."""
+        return torch.zeros(len(self.labels), dtype=torch.bool).share_memory_()
+
     def select(self, ids):
         """Return the data set of the images with indices ids (n,)."""
         images = self.images[ids if self.in_memory else ids.numpy()]
@@ -375,11 +387,11 @@ class ImageDataset(namedtuple("ImageDataset", "images labels classes")):
 
 
 class Transformed(Dataset):
-    """The images of an ImageDataset, each read if it is a file, and transformed. A warning names an
-    unreadable file; another image and its label replace it."""
+    """The images of an ImageDataset, each read if it is a file, and transformed. Another image and
+    its label replace an unreadable file, which a warning names: once, not in each epoch."""
 
     def __init__(self, data, transform):
-        self.labels, self.transform = data.labels, transform
+        self.labels, self.broken, self.transform = data.labels, data.broken, transform
         self.images = data.images.cpu() if data.in_memory else data.images
 
     def __getitem__(self, key):
@@ -393,7 +405,9 @@ class Transformed(Dataset):
                 image = image if torch.is_tensor(image) else read_image(os.fsdecode(image))
                 return self.transform(image), self.labels[i].item()
             except InputError as error:
-                warnings.warn(f"{error}; another image replaces it")
+                if not self.broken[i]:
+                    self.broken[i] = True
+                    warnings.warn(f"{error}; another image replaces it")
                 i = torch.randint(len(self.images), ()).item()
         raise InputError("cannot read ten images in a row: see the warnings")
 
@@ -419,6 +433,7 @@ def open_data(name, here, img_size=None, parts=("train", "val"), train_images=No
         if torch.is_tensor(images):
             images, labels = images.to(here.device).contiguous(), labels.cpu()
         opened.append(ImageDataset(images, labels, data.classes))
+        opened[-1].broken = data.broken                    # which fit counts at its end
     return *opened, img_size
 
 
@@ -659,20 +674,25 @@ def draw_shapes(n, img_size, seed):
 @contextmanager
 def open_run(flags, here, name):
     """Claim a run's folder, --name or `name`, and yield it. If the run fails before its first save,
-    a new folder is removed. Raises InputError if it exists, without --resume or --overwrite."""
+    a new folder is removed. Raises InputError if it exists, without --resume or --overwrite, or if
+    --overwrite would remove a file that the run starts from."""
     require(not (flags.resume and flags.overwrite), "--resume and --overwrite exclude each other")
     folder, created = Path(flags.runs, flags.name or name), False
     if here.rank == 0:
         with suppress(FileExistsError):                    # of two started at once, one goes on
             folder.mkdir(parents=True)
             created = True
+        tempfile.TemporaryFile(dir=folder).close()         # fails now, not after the first epoch
+    starts = filter(None, map(vars(flags).get, ("init", "checkpoint", "teacher", "data")))
+    for path in [Path(x, part) for x in starts for part in ("", "last.pt")]:   # may be links
+        require(not flags.overwrite or path.resolve().parent != folder.resolve(), f"--overwrite "
+                f"would remove {path}, which this run reads: use another --name")
     require(any(here.gather(created)) or flags.resume or flags.overwrite, f"{folder} exists: "
             f"--resume continues this run, --overwrite replaces it, --name NAME starts another one")
     try:
         yield folder
     finally:
         if here.rank == 0:
-            (folder / "last.pt.tmp").unlink(missing_ok=True)
             with suppress(OSError):                        # if it has files, it stays
                 folder.rmdir()
 
@@ -684,33 +704,49 @@ def name_of(path):
 
 
 def save_run(run, here, model, data, optimizer, scaler, history, columns):
-    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png. A killed run
-    or a full disk leaves a whole last.pt, the old one or the new one."""
-    folder, epoch, new = run.folder, history[-1]["epoch"], run.folder / "last.pt.tmp"
+    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png."""
+    epoch = history[-1]["epoch"]
     if here.rank > 0:
         return
     require(all(x.isfinite().all() for x in model.state_dict().values()), f"weights are not finite "
             f"after epoch {epoch}: use --clip_grad or a lower --lr")
-    try:
-        torch.save(dict(
-            method=run.method, config=run.config, classes=data.classes, mean=model.mean,
-            std=model.std, flags=dict(run._asdict(), folder=str(folder)), model=model.state_dict(),
-            optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), epoch=epoch,
-            history=history), new)
-    except RuntimeError as error:                          # how torch's writer says it
-        raise InputError(f"cannot write {new}: is the disk full? ({error})") from error
-    os.replace(new, folder / "last.pt")
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    write_file(run.folder / "last.pt", partial(torch.save, dict(
+        method=run.method, config=run.config, classes=data.classes, mean=model.mean, std=model.std,
+        flags=dict(run._asdict(), folder=str(run.folder)), model=model.state_dict(),
+        optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), epoch=epoch,
+        history=history)))
+    write_log(run, here, history, columns)
+
+
+def write_log(run, here, history, columns):
+    """Write log.jsonl and any new recon.png."""
+    if here.rank > 0:
+        return
+    log = "".join(json.dumps(row) + "\n" for row in history)
+    write_file(run.folder / "log.jsonl", lambda new: new.write_text(log))
     if columns:
         with suppress(ImportError):                        # a copy without tests/
             from tests.lib.pictures import save_picture
-            save_picture(columns, folder / "recon.png")
+            write_file(run.folder / "recon.png", partial(save_picture, columns))
+
+
+def write_file(path, write):
+    """Let write(new) write a file beside `path`, and move it there: a killed run or a full disk
+    leaves a whole file at `path`, the old one or the new one. An OSError names it."""
+    new = path.with_stem(f"{path.stem}.tmp")               # PIL needs the ending
+    try:
+        write(new)
+        os.replace(new, path)
+    except (OSError, RuntimeError) as error:               # torch's writer raises the latter
+        raise OSError(f"cannot write {path} (is the disk full?): {error}") from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def resume(run, here, model, data, optimizer, scaler):
     """Return the rows of the run's log so far. With --resume, loads last.pt; with --overwrite,
-    removes an old run's files. Raises InputError if model, number of images, class names, seed or
-    optimizer differ."""
+    removes an old run's files. Raises InputError if model, number of images, class names, seed,
+    optimizer or teacher differ."""
     path, history = run.folder / "last.pt", []
     if run.overwrite and here.rank == 0:                   # all files have been read, also --init's
         for old in run.folder.iterdir():
@@ -727,6 +763,10 @@ def resume(run, here, model, data, optimizer, scaler):
         new |= {"class names": data.classes, **run.config}
         differ = [f"{name} was {old.get(name)}, is {new.get(name)}"
                   for name in {**last["config"], **new} if old.get(name) != new.get(name)]
+        if run.teacher and not differ:                     # the file's weights are in the model
+            taught = model.teacher.state_dict().items()
+            if not all(x.cpu().equal(last["model"][f"teacher.{name}"]) for name, x in taught):
+                differ = [f"--teacher was {last['flags']['teacher']}, with other weights"]
         require(not differ, f"cannot resume: {'; '.join(differ)}. The run's command was: "
                             f"{old['command']}. {another}")
         model.load_state_dict(last["model"])
@@ -734,6 +774,10 @@ def resume(run, here, model, data, optimizer, scaler):
         optimizer.load_state_dict({**last["optimizer"], "param_groups": settings})
         if last["scaler"]:                                 # empty unless the run used fp16
             scaler.load_state_dict(last["scaler"])
+        for name in ("init", "checkpoint"):
+            given = run._asdict().get(name)
+            if given not in (None, last["flags"].get(name)):
+                print(f"note    --{name} {given} is not used: this run continues from {path}")
         history = last["history"]
         print(f"resumed after epoch {last['epoch']} of {run.epochs}")
     epochs = here.gather(history[-1]["epoch"] if history else 0)
@@ -751,7 +795,10 @@ def read_checkpoint(path, heads=None):
         with torch.serialization.safe_globals([argparse.Namespace]):   # in released files
             content = dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:                             # a broken file can raise anything
-        raise InputError(f"{path} is damaged, or no checkpoint of tensors and numbers") from error
+        causes = re.findall(r"Unsupported .*?(?= was not|$)", str(error), re.M)
+        causes += str(error).splitlines()                  # the first one is what torch refused
+        raise InputError(f"{path} is damaged, or not only tensors and numbers (see tests/docs/"
+                         f"REFERENCE.md): {' '.join(causes[:1])}") from error
     if "method" not in content:
         state = from_released(content.get("model", content.get("state_dict", content)))
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
@@ -813,9 +860,20 @@ class Process(namedtuple("Process", "rank world device dtype workers")):
         return {name: sum(x[name] for x in every) / sum(x["n"] for x in every) for name in sums}
 
     def progress(self, items, title, **options):
-        """Return a progress bar over `items`, which is invisible in log files and notebooks."""
-        terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()        # not IDLE's
+        """Return a progress bar over `items`, which is only visible in a terminal."""
+        isatty = getattr(sys.stderr, "isatty", bool)       # stderr may be None
+        terminal = sys.stderr is sys.__stderr__ and isatty()           # not IDLE's
         return tqdm(items, title, leave=False, disable=self.rank > 0 or not terminal, **options)
+
+
+@contextmanager
+def settings_restored():
+    """Restore what a run changes in its process, e.g. for a notebook's next cell: random numbers,
+    output, precision and attention."""
+    with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stdout), ExitStack() as end:
+        end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        end.callback(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
+        yield
 
 
 def start_processes(flags):
@@ -840,7 +898,7 @@ def start_processes(flags):
         print("note    --amp bf16 is slower than float32 here: this CPU has no bf16 instructions")
     # despite its name, this is also for CPUs: there, fused attention is slower in bf16
     torch.backends.cuda.enable_flash_sdp(cuda or dtype is not torch.bfloat16)
-    if world > 1:
+    if world > 1 and not dist.is_initialized():            # as after an earlier run of a script
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     return Process(rank, world, device, dtype, flags.workers)
 
@@ -999,6 +1057,7 @@ def shell(main, **options):
         dist.destroy_process_group()
 
 
+@settings_restored()
 def main(argv=None):
     """Run `python train.py` with the arguments `argv` (see words_of), also from a notebook. Returns
     the last row of log.jsonl, a dict."""

@@ -9,10 +9,11 @@ those of several in the current folder. Pretraining and fine-tuning can be in on
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 from tests.lib.plot import draw
-from train import shell
+from train import shell, write_file
 from vit import InputError, require
 
 COLUMNS = {"loss": "loss", "psnr_masked": "masked PSNR, dB", "top1": "accuracy, %"}
@@ -58,7 +59,7 @@ def panels_of(runs):
 def conclude(run):
     """At the end of a run with these settings, draw its curves.svg, and print its last scores
     beside those of having learned nothing, its files, and the next command."""
-    draw(run.folder / "curves.svg", panels_of([run.folder]))
+    write_file(run.folder / "curves.svg", partial(draw, panels=panels_of([run.folder])))
     last, note = read_rows(run.folder)[-1], ""
     if "largest_class" in last:
         top1, error, nothing = (last[x] for x in ("top1", "standard_error", "largest_class"))

@@ -18,7 +18,8 @@ from tests.lib.pictures import save_picture
 from tests.lib.plot import as_table
 from tests.lib.models import NORM_PIX_LOSS, load_any
 from train import (DATA, DEFAULTS, PRETRAINING, add_flags, evaluate_psnr, fraction, name_of,
-                   open_data, path, read_checkpoint, shell, start_processes, words_of)
+                   open_data, path, read_checkpoint, settings_restored, shell, start_processes,
+                   words_of)
 from vit import InputError, require
 
 
@@ -79,6 +80,7 @@ def part_of(data, contents):
     return "all" if folder.is_dir() and not labelled else "val"
 
 
+@settings_restored()
 def main(argv=None):
     """Run `python -m tests.evaluate` with the arguments `argv`. Returns the rows."""
     parser = argparse.ArgumentParser("tests.evaluate", usage=argparse.SUPPRESS, allow_abbrev=False,

@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import URLError
 
 import numpy as np
@@ -20,7 +22,7 @@ from PIL import Image
 
 import finetune
 import train
-from tests import evaluate
+from tests import curves, evaluate
 from tests.unit.conftest import (DECODER, HERE, TINY, ended, fork, same, script, write_pictures)
 from vit import InputError
 
@@ -54,6 +56,12 @@ train | --name mae --resume --data other --batch_size 2 | class names was ['a', 
 train | --name mae --resume --seed 1           | seed was 0, is 1
 train | --name mae --resume --optimizer sgd    | optimizer was adamw, is sgd
 tune  | --name tuned --resume --labels 0.5     | images was 40, is 20
+train | --name mae --overwrite --init runs/mae | --overwrite would remove ; another --name
+train | --name mae --overwrite --init link.pt  | --overwrite would remove link.pt
+train | --name mae --overwrite --data runs/mae/own.pt | --overwrite would remove ; own.pt
+train | --method imae --teacher linked/last.pt --name mae --overwrite | --overwrite would remove
+tune  | --name mae --overwrite                 | --overwrite would remove ; runs/mae/last.pt
+tune  | --mode knn --resume                    | knn writes no run: leave out --name --resume
 train | --name tuned --resume                  | method was classifier, is mae
 train | --method imae --same_class 0.5 --data flat/up/data/val/a --batch_size 1 | --same_class 0.5
 train | --method imae --teacher runs/mae --patch_size 8 | teacher
@@ -79,6 +87,8 @@ def furnished(tmp_path_factory):
     for name in ("empty", "flat/up"):
         (root / name).mkdir(parents=True)
     (root / "flat/up/data").symlink_to(root / "data")
+    (root / "linked").symlink_to("runs/mae")
+    (root / "link.pt").symlink_to("runs/mae/last.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for name, more in (("mae", []), ("large", ["--img_size", "32"])):
@@ -114,20 +124,23 @@ class Payload:
         return Path("ran").touch, ()                       # the code that must not run
 
 
-BROKEN = {  # from a good file's bytes and content: broken bytes or content
-    "half": lambda file, content: file[:len(file) // 2],
-    "code": lambda file, content: {**content, "extra": Payload()},
-    "other names": lambda file, content: {f"x.{k}": v for k, v in content["model"].items()},
-    "a tensor": lambda file, content: torch.zeros(3)}
+BROKEN = {  # part of the message: from a good file's bytes and content, broken bytes or content
+    "damaged": lambda file, content: file[:len(file) // 2],
+    "GLOBAL getattr": lambda file, content: {**content, "extra": Payload()},
+    "is no ViT": lambda file, content: {f"x.{k}": v for k, v in content["model"].items()},
+    "tests/docs/REFERENCE.md": lambda file, content: torch.zeros(3),
+    "GLOBAL pathlib": lambda file, content: {**content, "data": Path("data")},
+    "GLOBAL torch.nn.modules.linear.Linear": lambda file, content: torch.nn.Linear(2, 2),
+    "operand 60": lambda file, content: b"<html>"}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_checkpoints(desk, refused, name):
-    """A broken checkpoint is refused by its name. No code in it runs."""
+    """A broken checkpoint is refused by its name, and the line says why. No code in it runs."""
     good, bad = Path("runs/mae/last.pt"), Path("bad.pt")
     content = BROKEN[name](good.read_bytes(), train.read_checkpoint(good))
     bad.write_bytes(content) if isinstance(content, bytes) else torch.save(content, bad)
-    refused(train.main, [*BASE["train"], "--init", "bad.pt"], "bad.pt")
+    refused(train.main, [*BASE["train"], "--init", "bad.pt"], "bad.pt", name)
     assert not Path("ran").exists()
 
 
@@ -157,6 +170,20 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, words):
         train.main(["--data", "data", *TINY, *DECODER, *words])
     lines = [str(warning.message) for warning in said]
     assert all(any(f"cannot read {path}:" in line for line in lines) for path in bad)
+
+
+def test_a_broken_file_warns_once(tmp_path, monkeypatch):
+    """Workers that live for a run, and those of each validation, warn once for each file, and the
+    end counts the files."""
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        write_pictures(Path("data", part), "ab", 70)
+        Path("data", part, "a/3.png").write_bytes(b"")
+    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: print(text, file=sys.stderr))
+    words = ["--data", "data", *TINY, *DECODER, "--img_size", "8", "--epochs", "3"]
+    code, lines = ended(fork(script, "train.py", *words, "--workers", "2"))
+    assert code == 0 and len([line for line in lines if "cannot read" in line]) == 2, lines
+    assert "note    2 image files cannot be read" in Path("out").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:cannot read")
@@ -238,6 +265,14 @@ def test_without_a_terminal(pretrain, monkeypatch):
     assert "epoch 2: loss" in out.getvalue() and err.getvalue() == ""
 
 
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=len, flush=list)])
+def test_streams_that_are_not_there(pretrain, monkeypatch, stream):
+    """Programs without a console, e.g. pythonw, have no stderr, and some streams lack isatty."""
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, stream)
+    assert pretrain()["epoch"] == 2
+
+
 @pytest.mark.parametrize("facts", [{"avx512_bf16": False}, {"avx512_bf16": True}, {}, None])
 def test_a_slow_precision(pretrain, monkeypatch, capsys, facts):
     """A CPU without bf16 gets a line; one that is not known, e.g. by PyTorch 2.9, does not."""
@@ -263,21 +298,68 @@ def test_processes_that_see_different_folders(pretrain, monkeypatch, refused):
 # ------------------------------------------------------------------------------ kills and full disks
 @pytest.mark.parametrize("error", [
     RuntimeError("unexpected pos 1308672 vs 1308560"),     # how torch's writer says it
-    OSError(errno.ENOSPC, "No space left on device", "last.pt.tmp")])
+    OSError(errno.ENOSPC, "No space left on device")])
 def test_a_full_disk(words, monkeypatch, refused, error):
     """One line names the file. last.pt stays as it was, and no part of a file is left."""
     train.main(words("full", 1))
 
-    def fill(*_):
-        Path("runs/full/last.pt.tmp").write_bytes(b"half")
+    def fill(_, new):
+        new.write_bytes(b"half")
         raise error
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fill)
         refused(lambda words: train.shell(partial(train.main, words)), words("full", 2),
-                "last.pt.tmp")
+                "cannot write runs/full/last.pt")
     assert train.read_checkpoint("runs/full")["epoch"] == 1
     assert not [*Path("runs/full").glob("*tmp*")]
     assert train.main(words("full", 2))["epoch"] == 2
+
+
+@pytest.mark.parametrize("owner, name, file", [
+    (Path, "write_text", "log.jsonl"), (Image.Image, "save", "recon.png"),
+    (curves, "draw", "curves.svg")])
+def test_a_disk_that_is_full_after_the_checkpoint(words, monkeypatch, refused, owner, name, file):
+    """One line names the file. With more room, --resume writes it, although no epoch is left."""
+    def fill(*inputs, **_):
+        new, = [x for x in inputs if isinstance(x, Path)]
+        new.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fill)
+        refused(lambda words: train.shell(partial(train.main, words)),
+                [*words("full", 2), "--eval_every", "2"], f"runs/full/{file}", "No space left")
+    folder = Path("runs/full")
+    left = {path.name for path in folder.iterdir()}
+    assert "last.pt" in left and file not in left and not [*folder.glob("*tmp*")]
+    assert train.main(words("full", 2))["epoch"] == 2
+    assert len(rows("full")) == 2 and Image.open(folder / "recon.png").load()
+    assert left | {path.name for path in folder.iterdir()} == {
+        "curves.svg", "last.pt", "log.jsonl", "recon.png"}
+
+
+def test_a_folder_that_cannot_be_written(words, monkeypatch, refused, spy):
+    """This is found before the first step."""
+    steps = spy(train, "train_step", lambda *_: 1)
+    Path("runs").mkdir()
+    Path("runs/full").touch()
+    refused(lambda words: train.shell(partial(train.main, words)), words("full", 2), "runs/full")
+    assert not steps
+
+
+def test_resuming_with_other_files(pretrain, capsys, refused):
+    """A run keeps its teacher, whatever its path, and does not read another --init."""
+    for seed in "123":
+        pretrain("--epochs", "0", "--seed", seed, name=seed)
+    words = ["--method", "imae", "--teacher"]
+    pretrain(*words, "runs/1", "--init", "runs/1", name="pairs")
+    Path("runs/1").rename("runs/moved")
+    refused(lambda words: pretrain(*words, name="pairs"), [*words, "runs/2", "--resume"],
+            "--teacher was runs/1, with other weights")
+    capsys.readouterr()
+    pretrain(*words, "runs/moved", "--resume", "--init", "runs/3", name="pairs")
+    assert "note    --init runs/3 is not used" in capsys.readouterr().out
+    pretrain(*words, "runs/moved", "--resume", name="pairs")
+    assert "is not used" not in capsys.readouterr().out
 
 
 def test_weights_only_are_not_resumed(words, refused):
@@ -335,7 +417,7 @@ def rows(name):
 
 POINTS = [  # owner, name, call, and the epoch that last.pt holds then
     (train.MAE, "forward", 3, 0), (Image.Image, "save", 1, 1), (torch, "save", 1, 1),
-    (os, "replace", 1, 1), (json, "dumps", 4, 3)]
+    (os, "replace", 3, 1), (json, "dumps", 4, 3)]         # a resumed run first writes log, picture
 
 
 def test_kills(words):

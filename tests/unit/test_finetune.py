@@ -223,6 +223,11 @@ def test_scaled_images_are_refused(tune):
     for wrong in (images, 4 * images - 2):
         with pytest.raises(InputError, match="images must be in .0, 255."):
             model.classify(wrong)
+    for wrong in (255 * images.movedim(1, 3), (255 * images[0]).movedim(0, 2).byte().numpy()):
+        with pytest.raises(InputError, match=r"\(B,3,H,W\).*torch.as_tensor.*movedim\(-1, -3\)"):
+            model.classify(wrong)
+    with pytest.raises(InputError, match=r"not ndarray \(2, 3, 16, 16\)"):
+        model.classify((255 * images).numpy())
     assert model.classify(255 * images).shape == (2, 2)
 
 

@@ -668,6 +668,27 @@ def test_compiling_in_several_processes(tmp_path, monkeypatch):
     assert code == 0 and "Warning" not in str(lines), lines
 
 
+def two_steps(folder):
+    """Pretrain on files, fine-tune, and classify by neighbours in one process, as scripts do. Each
+    leaves the process's settings as they were."""
+    def state():
+        return (torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled(),
+                torch.get_rng_state().tolist(), sys.stdout)
+    torch.set_float32_matmul_precision("high")
+    before, words = state(), ["--data", folder, "--checkpoint", "runs/mae", "--workers", "0"]
+    train.main(["--data", folder, "--name", "mae", *TINY, *DECODER, "--img_size", "8"])
+    for more in (TINY[8:], ["--mode", "knn", "--amp", "bf16"]):
+        finetune.main([*words, *more])
+        assert state() == before
+    print("process", os.environ["RANK"])
+
+
+def test_two_steps_of_several_processes(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = together(folder, work=two_steps)
+    assert "process 0" in said and "process 1" in said and said.count("top1") == 4, said
+
+
 def patched(_, *words):
     """Do as `python train.py ...` with what a test has patched."""
     train.main(words)
@@ -749,15 +770,16 @@ def test_resuming_what_was_not_trained(pretrain):
 
 
 def test_overwriting(pretrain, monkeypatch):
-    """--overwrite starts anew, even from the checkpoint that it replaces, whose files it removes: a
-    run that is killed before its first save cannot be resumed as the old one."""
+    """--overwrite starts anew and removes the old run's files: a run that is killed before its first
+    save cannot be resumed as the old one."""
     pretrain()
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(MAE, "forward", None)
         pretrain("--overwrite", "--lr", "1e-4")
     assert not Path("runs/mae").exists()
     first = pretrain()
-    second = pretrain("--overwrite", "--init", "runs/mae", "--epochs", "0")
+    pretrain(name="other")
+    second = pretrain("--overwrite", "--init", "runs/other", "--epochs", "0")
     assert same(first["model"], second["model"]) and second["epoch"] == 0
     assert [path.name for path in Path("runs/mae").glob("*.pt")] == ["last.pt"]
 
