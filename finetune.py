@@ -49,8 +49,11 @@ def prepare(flags, here, cls, folder=None):
     name = flags.data or start["flags"].get("data", "shapes")
     img_size = flags.img_size or start["config"].get("img_size")
     data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
+    odd = ", ".join(sorted({*data.classes} ^ {*val.classes})[:5])
     require(len(data.classes) > 1 and data.classes == val.classes, f"--data {name} needs two or "
-            f"more train/CLASS/ and the same val/CLASS/, not {data.classes[:5]}, {val.classes[:5]}")
+            f"more train/CLASS/ and the same val/CLASS/, not {len(data.classes)} and "
+            f"{len(val.classes)}{f' (only in one: {odd})' if odd else ''}. To split folders CLASS/, "
+            f"see \"folds\" in tests/docs/HOWTO.md")
     if start.get("classes", data.classes) != data.classes:             # the head is for others
         start["model"] = {k: x for k, x in start["model"].items() if not k.startswith("head.")}
     data = keep_labels(data, flags.labels, flags.seed)

@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import cached_property, partial
 from itertools import islice
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -166,7 +166,7 @@ def fit(run, here, model, data, val, transform=None):
     if here.rank == 0:
         with suppress(ImportError, InputError):            # a copy without tests/; an empty log
             from tests.curves import conclude              # only here: tests import train
-            conclude(run)
+            conclude(run, data.classes)
     return history[-1]
 
 
@@ -236,8 +236,10 @@ def wrap(model, run, here):
 def describe(run, here, model, data, val, steps):
     """Print what is trained, on what data, and where settings of recipe and method come from."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
+    names = [*data.classes[:5], "..."][:len(data.classes)]
     print(f"data    {run.data}: {run.images} train, {len(val.labels[:run.eval_images])} val in "
-          f"{'memory' if data.in_memory else 'files'}, size {run.img_size}, patch {run.patch_size}")
+          f"{'memory' if data.in_memory else 'files'}, size {run.img_size}, patch {run.patch_size}"
+          + f", {len(data.classes)} classes: {', '.join(names)}" * bool(names))
     print(f"model   {type(model).__name__}: {size:.2f} M parameters, {here.world} x {here.device}, "
           f"{here.dtype}, {steps} steps per epoch")
     for source in dict.fromkeys(run.origin.values()):
@@ -360,7 +362,8 @@ def evaluate_psnr(model, val, here, mask="random", mask_ratio=None, most=None):
 # ------------------------------------------------------------------------------------------- data
 MEMORY = 4 * 1024 ** 3                                     # bytes that a part may take in memory
 CHUNK = 64   # images that a worker reads at once: 16 workers with 4,096 each would take 9.9 GB
-HIDDEN = (".", "__MACOSX", "@eaDir")                       # begin names of no photos and classes
+IMG_EXTENSIONS += (".jfif",)                               # JPEG files from browsers on Windows
+HIDDEN = (".", "__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")   # begin names of no photos
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")    # PIL's others may run other programs
 SHAPES = {  # m, q, k of Gielis's superformula, the outline's radius `edge` in draw_shapes
     "disc": (0, 1, 2), "lens": (2, 3, 5), "triangle": (3, 5, 9), "square": (4, 12, 15),
@@ -457,13 +460,17 @@ def find_images(name, parts, here, img_size):
         found = [(torch.tensor(x.data).movedim(3, 1), x.targets, x.classes) for x in sets]
     elif root.suffix == ".pt":
         found = open_tensors(root, parts)
-    elif (root / "train").is_dir() or (root / "val").is_dir():
-        valid = partial(is_photo, root=root)
-        folders = [PhotoFolder(root / part, is_valid_file=valid) for part in parts]
-        found = [([file for file, _ in x.samples], x.targets, x.classes) for x in folders]
     else:
         require(root.is_dir(), f"--data {name} is no folder, .pt file, shapes, cifar10 or cifar100")
-        found = list_photos(root, parts)
+        folders = {part: root / part for part in ("train", "val") if (root / part).is_dir()}
+        if [*folders] == ["train"]:
+            folders |= {"val": root / x for x in ("validation", "valid") if (root / x).is_dir()}
+        if folders and not {*parts} <= {*folders}:
+            seen = ", ".join(sorted(f"{x.name}/" for x in root.iterdir() if x.is_dir())[:5])
+            raise InputError(f"--data {root} has no {' '.join({*parts} - {*folders})}/, but {seen}:"
+                             f" rename a folder, split one (\"folds\" in tests/docs/HOWTO.md) or,"
+                             f" to pretrain, pass one, --data {[*folders.values()][0]}")
+        found = [list_part(folders[x]) for x in parts] if folders else list_photos(root, parts)
     return [ImageDataset(x if torch.is_tensor(x) else np.array([*map(os.fsencode, x)]),
                          torch.as_tensor(labels), classes) for x, labels, classes in found]
 
@@ -491,31 +498,44 @@ def open_tensors(file, parts):
     return [(images, labels.long(), classes) for images, labels, classes in found]
 
 
-def is_photo(file, root):
-    """Return whether a file below root is an image, and neither it nor a folder of it is HIDDEN."""
-    hidden = any(name.startswith(HIDDEN) for name in Path(file).relative_to(root).parts)
-    return file.lower().endswith(IMG_EXTENSIONS) and not hidden
+def photos_in(root, least=1):
+    """Return the image files below a folder, also through links, as tuples of names below it, e.g.
+    ("cat", "1.png"), without HIDDEN ones. A note counts other files."""
+    photos, others = [], Counter()
+    for folder, _, files in sorted(os.walk(root, followlinks=True)):
+        above = Path(folder).relative_to(root).parts
+        for name in [(*above, file) for file in sorted(files)]:
+            if not any(x.startswith(HIDDEN) for x in name):
+                if name[-1].lower().endswith(IMG_EXTENSIONS):
+                    photos.append(name)
+                else:
+                    others[Path(name[-1]).suffix.lower() or "without ending"] += 1
+    if others:
+        print(f"note    {root}: {others.total()} files are left out because of their endings, e.g. "
+              f"{', '.join(f'{n} {kind}' for kind, n in others.most_common(3))}")
+    require(len(photos) >= least, f"--data {root} has {len(photos)} images "
+                                  f"({' '.join(IMG_EXTENSIONS)}): at least {least} must be there")
+    return photos
 
 
-class PhotoFolder(ImageFolder):
-    """An ImageFolder in which HIDDEN folders are no classes."""
-
-    def find_classes(self, directory):
-        names = [x for x in super().find_classes(directory)[0] if not x.startswith(HIDDEN)]
-        return names, {name: i for i, name in enumerate(names)}
+def list_part(folder):
+    """Return (files, labels, classes) of train/ or val/. Folders with images are the classes, and
+    images beside them are left out. Without such folders, images are unlabelled."""
+    names = photos_in(folder)
+    names = sorted((x for x in names if len(x) > 1), key=lambda x: x[0]) or names
+    classes = sorted({x[0] for x in names if len(x) > 1})
+    index = {name: i for i, name in enumerate(classes)}
+    return [os.path.join(folder, *x) for x in names], [index.get(x[0], -1) for x in names], classes
 
 
 def list_photos(root, parts):
     """Return (files, labels, classes) for each of the `parts` of a folder without labels: "train",
-    "val" or "all". Reads subfolders, also links. A hash of each file's name holds out 5% as val."""
-    valid = partial(is_photo, root=root)
-    files = [x for x, _ in make_dataset(root, {"": 0}, is_valid_file=valid, allow_empty=True)]
-    require(len(files) > 1, f"--data {root} has {len(files)} images ({' '.join(IMG_EXTENSIONS)}): "
-                            f"at least two are needed")
-    names = [Path(file).relative_to(root).as_posix() for file in files]
-    inside = [name for name in names if "train" in name.split("/")[:-1]]
+    "val" or "all". A hash of each file's name holds out 5% as val."""
+    names = photos_in(root, least=2)                       # one for training, one for validation
+    inside = ["/".join(name) for name in names if "train" in name[:-1]]
     require(not inside, f"--data {root}: pass the folder that has train/, see {inside[:1]}")
-    codes = [zlib.crc32(os.fsencode(name)) for name in names]
+    files = [os.path.join(root, *name) for name in names]
+    codes = [zlib.crc32(os.fsencode("/".join(name))) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
     limit = min(max(0.05 * 2 ** 32, min(codes)), max(codes) - 1)
     parts_of = {"train": [], "val": [], "all": files}

@@ -56,9 +56,9 @@ def panels_of(runs):
     return panels
 
 
-def conclude(run):
-    """At the end of a run with these settings, draw its curves.svg, and print its last scores
-    beside those of having learned nothing, its files, and the next command."""
+def conclude(run, classes):
+    """At the end of a run with these settings and class names, draw its curves.svg, and print its
+    last scores beside those of having learned nothing, its files, and the next command."""
     write_file(run.folder / "curves.svg", partial(draw, panels=panels_of([run.folder])))
     last, note = read_rows(run.folder)[-1], ""
     if "largest_class" in last:
@@ -78,8 +78,8 @@ def conclude(run):
     if note and last["epoch"] > 0:
         print(f"note    this is not clearly better than {note}")
     print("see    ", *sorted(run.folder.glob("*.*")))
-    unlabelled = Path(run.data).is_dir() and not Path(run.data, "train").is_dir()
-    command = f"python finetune.py --checkpoint {run.folder}" + " --data LABELS" * unlabelled
+    command = f"python finetune.py --checkpoint {run.folder}"
+    command += " --data LABELS" * (len(classes) < 2)
     print("next   ", "tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last
           else command)
 

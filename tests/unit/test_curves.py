@@ -79,12 +79,12 @@ def test_the_end_of_a_run(tmp_path, capsys, row, part, learned):
     """A run ends with its score beside that of having learned nothing, which curves.svg also shows,
     with its files and what to do next. Who has learned nothing is told what helps."""
     (tmp_path / "log.jsonl").write_text(json.dumps(dict(epoch=9, loss=1.0, **row)) + "\n")
-    curves.conclude(SimpleNamespace(folder=tmp_path, config={}, data="shapes"))
+    curves.conclude(SimpleNamespace(folder=tmp_path, config={}), ["a", "b"])
     said = capsys.readouterr().out
     assert part in said and ("--epochs" in said) != learned and "curves.svg" in said
     assert (f"finetune.py --checkpoint {tmp_path}\n" in said) == ("psnr_masked" in row)
-    run = SimpleNamespace(folder=tmp_path, config={"norm_pix_loss": True}, data=str(tmp_path))
-    curves.conclude(run)                                   # unlabelled images, normalised targets
+    run = SimpleNamespace(folder=tmp_path, config={"norm_pix_loss": True})
+    curves.conclude(run, [])                               # unlabelled images, normalised targets
     said = capsys.readouterr().out
     assert ("--epochs" in said) == (not learned and "top1" in row)
     assert ("--data LABELS" in said) == ("psnr_masked" in row)

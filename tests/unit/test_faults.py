@@ -513,21 +513,53 @@ def test_what_a_file_of_tensors_must_hold(tmp_path, refused, monkeypatch, train_
             *words.split("; "))
 
 
-LAYOUTS = {  # files: parts of the message, or numbers of images and of classes
+LAYOUTS = {  # files: parts of the message, or (images, classes) of train and val
     "x/train/a/0.png x/val/a/1.png": "the folder that has train/",
-    "train/a/0.png val/images/1.png": (1, 1, 1),           # Tiny ImageNet, as downloaded
-    "train/train/0.png val/train/0.png": (1, 1, 1),
-    "train/a/0.png train/1.png val/a/2.png": (1, 1, 1), "test/0.png a/1.png": (1, 1, 0),
-    "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, 2, 2)}
+    "images/train/0.png images/val/1.png labels/0.txt": "has train/, see ; images/train/0.png",
+    "train/a/0.png train/b/1.png":
+        "has no val/, but train/: ; \"folds\" in tests/docs/HOWTO.md ; to pretrain ; {}/train",
+    "train/0.png test/1.png": "has no val/, but test/, train/: rename ; --data {}/train",
+    "val/a/0.png": "has no train/, but val/: ; --data {}/val",
+    "train/a/0.gif val/a/0.png": "{}/train has 0 images",
+    "0.png": "has 1 images (.jpg ; at least 2",
+    "train/a/0.png val/images/1.png": (1, "a", 1, "images"),           # Tiny ImageNet
+    "train/a/0.png val/0.png val/1.png": (1, "a", 2, ""),  # ImageNet
+    "train/train/0.png val/train/0.png": (1, "train", 1, "train"),
+    "train/a/0.png train/1.png val/a/2.png": (1, "a", 1, "a"),
+    "train/0.png train/1.png val/2.png": (2, "", 1, ""),
+    "train/a/0.png valid/a/1.png": (1, "a", 1, "a"),
+    "train/a/0.png validation/a/1.png test/a/2.png": (1, "a", 1, "a"),
+    "valid/0.png invalid/1.png": (1, "", 1, ""),           # two classes of another task
+    "test/0.png a/1.png": (1, "", 1, ""),
+    "train/images/0.png train/labels/0.txt val/images/1.png val/labels/1.txt":
+        (1, "images", 1, "images"),
+    "train/a/x/0.png train/b/x/1.png val/a/2.png val/b/3.png": (2, "ab", 2, "ab")}
 
 
 @pytest.mark.parametrize("files", LAYOUTS)
 def test_layouts_of_folders(tmp_path, refused, files):
+    """Each layout is read, or a line says what lies there and what to do."""
     for file in files.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / file, "PNG")
     if isinstance(LAYOUTS[files], str):
-        refused(lambda x: train.open_data(x, HERE), str(tmp_path), LAYOUTS[files])
+        parts = LAYOUTS[files].format(tmp_path).split(" ; ")
+        refused(lambda x: train.open_data(x, HERE), str(tmp_path), *parts)
     else:
-        data, val, _ = train.open_data(str(tmp_path), HERE)
-        assert (len(data.labels), len(val.labels), len(data.classes)) == LAYOUTS[files]
+        found = train.open_data(str(tmp_path), HERE)[:2]
+        assert LAYOUTS[files] == tuple(x for data in found for x in (
+            len(data.labels), "".join(data.classes)))
+        assert all((data.labels.min() < 0) == (not data.classes) for data in found)
+
+
+def test_folders_without_labels(tmp_path, monkeypatch, refused):
+    """Images in train/ and val/ pretrain without class folders. Fine-tuning says what is missing,
+    or which classes are in one part only."""
+    monkeypatch.chdir(tmp_path)
+    write_pictures(Path("data"), ("train", "val"), 8)
+    train.main(["--data", "data", *TINY, *DECODER])
+    words = ["--checkpoint", "runs/mae_data", *TINY[8:]]
+    refused(finetune.main, words, "train/CLASS/", "not 0 and 0", "\"folds\" in tests/docs/HOWTO.md")
+    write_pictures(Path("labels/train"), "abc", 4)
+    write_pictures(Path("labels/val"), "ab", 4)
+    refused(finetune.main, [*words, "--data", "labels"], "not 3 and 2 (only in one: c)")

@@ -107,22 +107,26 @@ def test_flat_folder_holds_out_by_name(tmp_path):
     assert 5 <= len(names(tmp_path / "alike")[1]) <= 30    # the hash is of the folder's name, too
 
 
-def test_what_is_an_image(tmp_path):
-    """Links are followed. What Macs, notebooks and network disks leave is no photo and no class."""
+def test_what_is_an_image(tmp_path, capsys):
+    """Links are followed. What Macs, notebooks and network disks leave is no photo and no class.
+    Files of other endings are counted."""
     root = tmp_path / "data/train"
     write_pictures(root, "ab", 3, side=1)
     write_pictures(tmp_path / "other", "c", 3, side=1)
     (root / "c").symlink_to(tmp_path / "other/c")
     for name in ("._0.png", ".ipynb_checkpoints/1.png", "A.JPG", "a.heic", "c.gif", ".DS_Store",
+                 "b.JFIF", "d.gif", "README", "Thumbs.db",
                  "@eaDir/0.png/SYNOFILE_THUMB_M.png", "../.ipynb_checkpoints/0.png", "../@eaDir/x"):
         (root / "b" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "b" / name).touch()
     found = [os.path.realpath(name) for part in names(root) for name in map(root.joinpath, part)]
-    assert len(found) == len({*found}) == 10 and str(root / "b/A.JPG") in found
+    assert len(found) == len({*found}) == 11 and str(root / "b/A.JPG") in found
+    said = "4 files are left out because of their endings, e.g. 2 .gif, 1 without ending, 1 .heic\n"
+    assert capsys.readouterr().out == f"note    {root}: {said}"
     data, = train.find_images(tmp_path / "data", ["train"], HERE, None)
     files = [file for file in map(os.fsdecode, data.images) if "/b/" in file]
     assert [os.path.basename(file) for file in files] == [
-        "0.png", "1.png", "2.png", "A.JPG"] and data.classes == [*"abc"]
+        "0.png", "1.png", "2.png", "A.JPG", "b.JFIF"] and data.classes == [*"abc"]
 
 
 def test_the_size_is_of_a_sample(tmp_path):
@@ -531,6 +535,7 @@ def test_where_settings_come_from(pretrain, capsys, monkeypatch):
     pretrain("--blr", "0.1", "--mask_ratio", "0.5", "--epochs", "0")
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert said["small"] == "norm_pix_loss False"          # all else is in conftest's flags
+    assert said["data"].endswith(", 2 classes: a, b")
     assert said["flags"].startswith("mask_ratio 0.5, decoder_dim 16, ")
     assert said["derived"] == f"lr {0.1 * 64 / 256 * (8 / 64) ** 0.25}"
     assert "blr 0.1" in said["flags"] and said["paper"].endswith("min_lr 1e-06")
