@@ -13,6 +13,7 @@ keeps its part, so N processes pretrain like one.
 """
 
 import argparse
+import difflib
 import inspect
 import json
 import math
@@ -955,6 +956,7 @@ def betas(text):
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
 fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
+MEANT = {"--learning_rate": "--lr", "--output_dir": "--runs", "--input_size": "--img_size"}
 PARSERS = {tuple: word_or_numbers, list: word_or_numbers, type(None): str}         # of arguments
 
 # flags, {name: (type or choices, help)}
@@ -962,7 +964,8 @@ DATA = {
     "data": (path, "shapes, cifar10, cifar100, folder, .pt file; default: checkpoint's or shapes"),
     "eval_images": (count, "validate on at most X images; default: 1000 or, in finetune.py, all"),
     "workers": (in_range(int, 0), "processes that read image files; default: a share of the cores"),
-    "device": (("cuda", "mps", "cpu"), "default: the first of these that is available"),
+    "device": (("cuda", "mps", "cpu"), "default: the first of these that is available; for the "
+               "second GPU, set CUDA_VISIBLE_DEVICES=1"),
     "amp": (("auto", "bf16", "fp16", "fp32"), "precision; auto: bf16 or fp16 on CUDA, else fp32")}
 ENCODER = {
     "seed": (in_range(int, 0, 2 ** 63 - 1), "seed for weights, crops, masks, order and --labels"),
@@ -1010,9 +1013,23 @@ DEFAULTS = dict(  # of flags that have one default for all runs, also of flags t
     teacher=None, same_class=None)
 
 
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors end with the help of the flags that are meant."""
+
+    def error(self, message):
+        known = self._option_string_actions
+        for word in re.findall(r"(?<!\S)-[\w-]+", message):
+            name = "--" + word.strip("-").replace("-", "_")
+            for near in difflib.get_close_matches(MEANT.get(name, name), known, 1, 0.7):
+                message += f"; see {near}: {known[near].help.replace('%%', '%')}"
+        if re.match("unrecognized arguments: [^-]", message):          # e.g. --flip False
+            message += "; flags like --resume, --flip and --no-flip take no value"
+        super().error(message)
+
+
 def new_parser(script, usage, words):
     """Return a parser, to which more flags are added once --method or --mode is known."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         script, f"python {script} {usage} [--flag X ...]", allow_abbrev=False, add_help=False,
         description="Defaults are in parentheses. small: those of --recipe small.")
     parser.set_defaults(**DEFAULTS, command=shlex.join(["python", script, *words]))
@@ -1060,6 +1077,8 @@ def arguments_of(cls):
 def words_of(argv):
     """Return argv, a list or a string, as a list of words; by default, sys.argv[1:]."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(argv, str) and sys.platform == "win32":  # a backslash escapes nothing: C:\photos
+        return [word.replace("\0", "\\") for word in shlex.split(argv.replace("\\", "\0"))]
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]
 
 

@@ -9,6 +9,9 @@ those of several in the current folder. Pretraining and fine-tuning can be in on
 import argparse
 import json
 import math
+import shlex
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -78,7 +81,8 @@ def conclude(run, classes):
     if note and last["epoch"] > 0:
         print(f"note    this is not clearly better than {note}")
     print("see    ", *sorted(run.folder.glob("*.*")))
-    command = f"python finetune.py --checkpoint {run.folder}"
+    join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join  # to be pasted
+    command = join(["python", "finetune.py", "--checkpoint", str(run.folder)])
     command += " --data LABELS" * (len(classes) < 2)
     print("next   ", "tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last
           else command)
@@ -94,6 +98,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     folder = Path(args.runs[0]) if len(args.runs) == 1 and Path(args.runs[0]).is_dir() else Path()
     out = args.out or folder / "curves.svg"
+    require(out.suffix == ".svg", f"--out {out} must end with .svg, which browsers open and print")
     draw(out, panels_of(args.runs))
     print(f"see     {out}")
     return out

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -62,9 +64,11 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
     assert str(curves.main(["a/x", "b/x"])) == "curves.svg"
     assert len(parts_of(tmp_path / "curves.svg")[1]) == 2 + (5 + 1) + 3 + 3
     (tmp_path / "bad.jsonl").write_text("no log")
-    for run, part in (("c", "c does not exist"), ("bad.jsonl", "is no log of train.py")):
+    for words, part in (("c", "c does not exist"), ("bad.jsonl", "is no log of train.py"),
+                        ("a/x --out x.png", "--out x.png must end with .svg")):
         with pytest.raises(InputError, match=part):
-            curves.main([run])
+            curves.main(words.split())
+    assert not Path("x.png").exists()
 
 
 ROWS = [  # the last row of a log, what stands beside its score, whether it has learned something
@@ -90,3 +94,14 @@ def test_the_end_of_a_run(tmp_path, capsys, row, part, learned):
     assert ("--data LABELS" in said) == ("psnr_masked" in row)
     words = {words for words, *_ in parts_of(tmp_path / "curves.svg")[0]}
     assert words & {"mean colour", "largest class"}
+
+
+@pytest.mark.parametrize("system, quoted", [("linux", "'my photos'"), ("win32", '"my photos"')])
+def test_the_next_command_can_be_pasted(tmp_path, monkeypatch, capsys, system, quoted):
+    """A folder's name with a space is quoted as the system's shell needs it."""
+    monkeypatch.chdir(tmp_path)
+    Path("my photos").mkdir()
+    Path("my photos/log.jsonl").write_text(json.dumps(dict(epoch=1, loss=1.0)) + "\n")
+    monkeypatch.setattr(sys, "platform", system)
+    curves.conclude(SimpleNamespace(folder=Path("my photos"), config={}), [])
+    assert f"finetune.py --checkpoint {quoted} --data LABELS\n" in capsys.readouterr().out

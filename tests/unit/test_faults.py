@@ -35,6 +35,12 @@ BASE = {"train": ["--data", "data", "--name", "new", *TINY],
         "test": ["--checkpoint", "runs/tuned/last.pt", "--mode", "eval", "--workers", "0"]}
 COMMANDS = """
 train | --epoch 5                              | --epoch
+train | --batch-size 4                         | arguments: --batch-size 4 ; see --batch_size:
+train | -learning-rate=4 --prediction_ratio 1  | -learning-rate=4 --prediction_ratio 1 ; see --lr:
+train | --flip False                           | arguments: False ; --no-flip ; no value
+train | --resume runs/mae                      | arguments: runs/mae ; --resume ; no value
+train | --device cuda:1                        | 'cuda:1' ; CUDA_VISIBLE_DEVICES=1
+tune  | --drop-path 0.1                        | arguments: --drop-path 0.1 ; see --drop_path: drop
 train | --batch_size 41                        | --batch_size 41 ; 40
 train | --lr nan                               | --lr
 train | --betas 0.9,b                          | --betas ; '0.9,b'

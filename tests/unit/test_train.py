@@ -625,6 +625,9 @@ def test_paths(monkeypatch):
     monkeypatch.setenv("HOME", "/home/a")
     flags = parsed("train.py", ["--data", Path("~/x"), "--runs", "~/y"])
     assert (flags.data, flags.runs) == ("/home/a/x", "/home/a/y")
+    monkeypatch.setattr(sys, "platform", "win32")          # where a backslash is no escape
+    assert train.words_of(r"""--data C:\Users\ann --runs "D:\my runs\\x" --name 'a "b" \c' """) == [
+        "--data", r"C:\Users\ann", "--runs", r"D:\my runs\\x", "--name", r'a "b" \c']
 
 
 def test_flags_do_something(pretrain):
