@@ -39,13 +39,18 @@ VIT = str(ROOT / "vit.py")
 TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=4)
 
 
+def masks(model):
+    """Return whether noise and mask_ratio decide which patches are visible."""
+    return hasattr(model, "mask_ratio") and not {"mask", "mask_ratio"} & {*model.unused}
+
+
 def letters(model):
     """Return {letter: size} for a model, with the letters in the docstrings of the files."""
     encoder = model.encoder
     (H, W), (h, w), (p, q) = encoder.img_size, encoder.grid, encoder.patch_size
     sizes = dict(C=encoder.in_chans, H=H, W=W, h=h, w=w, L=h * w, p=p, q=q, D=encoder.dim,
                  G=0 if encoder.extra_tokens is None else len(encoder.extra_tokens))
-    if hasattr(model, "mask_ratio"):
+    if masks(model):
         K = visible_count(h * w, model.mask_ratio)
         sizes.update(K=K, M=h * w - K)
     if hasattr(model, "decoder_pos_embed"):
@@ -154,7 +159,7 @@ def attention(call, names, given, encoder):
         places = places_of(q.shape[1], names, encoder)
     if places is None or not 0 < len(keys) < k.shape[1]:
         return ""                                          # it is unknown which patches these are
-    index, place, who = q.shape[1] - 1, None, "the last token (no patch)"
+    index, place, who = q.shape[1] - 1, None, "the last token"
     if crossed or q.shape[1] == 1 + len(places):
         i = ((places // w - h // 2) ** 2 + (places % w - w // 2) ** 2).argmin().item()
         index, place, who = i + (not crossed), places[i], "the blue patch"
@@ -456,7 +461,7 @@ def strip_of(model, inputs, calls):
         shown["its second view"] = more[0]
     if not hasattr(model, "unmix") and getattr(model, "reconstruct", None):
         decoded = {"": model.reconstruct(image, noise)[0]}
-    if noise.shape[1:] == (encoder.num_patches,) and hasattr(model, "mask_ratio"):
+    if masks(model) and noise.shape[1:] == (encoder.num_patches,):
         _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
         shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)
     for name, x in decoded.items():

@@ -109,6 +109,7 @@ def loss_of(model, images, noise):
     return model(*arguments(model, images, noise))[0]
 
 
+GROUPS = ["--batch_size", "32"]                            # pieces of 16: groups of 8 divide them
 methods = pytest.mark.parametrize("name", METHODS)
 cases = pytest.mark.parametrize("name, options", CASES)
 
@@ -575,8 +576,8 @@ def draws_numbers(model):
 def is_mean_over_images(model):
     """Return whether the loss is the mean of the losses of the batch's halves. Warn if not, except
     for i-MAE, whose partners here, but not in train.py, are from the same piece."""
-    images, noise = images_and_noise(4, C=model.encoder.in_chans)
-    halves = [loss_of(model, x, z) for x, z in zip(images.split(2), noise.split(2))]
+    images, noise = images_and_noise(32, C=model.encoder.in_chans)
+    halves = [loss_of(model, x, z) for x, z in zip(images.split(16), noise.split(16))]
     if torch.allclose(sum(halves) / 2, loss_of(model, images, noise), atol=1e-5):
         return True
     if not isinstance(model, IMAE):
@@ -590,19 +591,19 @@ def test_the_seed_is_the_run(name, pretrain, folder):
     """Two runs with one seed are equal, even if one computes its batches in pieces (unless the loss
     compares the images of a batch)."""
     words = ["--method", name, "--optimizer", "sgd", "--lr", "0.1", "--eval_images", "1",
-             "--data", data_for(name, folder)]
+             "--data", data_for(name, folder), *GROUPS * (name in FORKS)]
     if name == "minr":
         words += ["--pixel_fraction", "0.3", "--coord_jitter", "--loss_on", "masked"]
-    model = build(name)
+    model, accum = build(name), "2" if name in FORKS else "4"
     whole = draws_numbers(model) or not is_mean_over_images(model)
     a = pretrain(*words, name="a", own=flags(BASE[name]))
-    b = pretrain(*words, "--accum", "1" if whole else "4", name="b", own=flags(BASE[name]))
+    b = pretrain(*words, "--accum", "1" if whole else accum, name="b", own=flags(BASE[name]))
     assert a["history"][-1]["loss"] < 1e3, "the loss diverges at --lr 0.1: nothing to compare"
     assert same(a["model"], b["model"], atol=1e-6), (
-        "--accum 4 changes the run: does forward update a buffer such as a centre? Do that in "
+        "--accum changes the run: does forward update a buffer such as a centre? Do that in "
         "after_step")
     assert b["history"][0]["loss"] == pytest.approx(a["history"][0]["loss"], rel=1e-5), (
-        "--accum 4 changes the logged loss: it must be a mean over images")
+        "--accum changes the logged loss: it must be a mean over images")
 
 
 @pytest.mark.parametrize("name", [
@@ -646,12 +647,13 @@ def test_your_method_in_two_processes(name, pretrain, folder):
     if draws_numbers(build(name)) or not is_mean_over_images(build(name)):
         pytest.skip("each process draws its own numbers, or compares its own images")
     words = ["--method", name, "--data", data_for(name, folder), *TINY, *flags(BASE[name]),
-             "--optimizer", "sgd", "--lr", "0.1"]
+             *GROUPS, "--optimizer", "sgd", "--lr", "0.1"]
     one = pretrain(*words, name="one", own=[])
     together("train.py", *words, "--name", "two", "--device", "cpu")
     two = train.read_checkpoint("runs/two")
     assert same(one["model"], two["model"], atol=1e-5), (
-        "two processes differ from one: a buffer, e.g. a centre, must be updated in after_step")
+        "two processes differ from one: does draw_batch draw an image's own numbers (rule 1 in "
+        "FORKS.md), or forward update a buffer, e.g. a centre (rule 2)?")
 
 
 @pytest.mark.parametrize("name, tokens", [

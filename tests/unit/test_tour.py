@@ -289,7 +289,7 @@ def test_own_method(tmp_path, monkeypatch):
         ("eq. 1", "views = views + 0")]                    # ViT's is another paper's
 
 
-@pytest.mark.parametrize("case", ["own ids", "no masks", "a number"])
+@pytest.mark.parametrize("case", ["own ids", "no masks", "own masks", "a number"])
 def test_what_draw_batch_returns(case, tmp_path, monkeypatch):
     """The strip shows masks that are noise, and other arguments only if they are images."""
     class Fork(MAE):
@@ -303,6 +303,7 @@ def test_what_draw_batch_returns(case, tmp_path, monkeypatch):
                 return self.encode(images, noise).square().mean(), {}
             return super().forward(images, noise)
     Fork.reconstruct = None if case != "a number" else MAE.reconstruct
+    Fork.unused = ("mask", "mask_ratio") if case == "own masks" else ()
     Fork.__module__, Fork.__doc__ = "mae", "Fork."
     monkeypatch.setitem(train.METHODS, "fork", Fork)
     if case == "no masks":
@@ -315,6 +316,7 @@ def test_what_draw_batch_returns(case, tmp_path, monkeypatch):
     text = (tmp_path / "a.html").read_text()
     assert "second view" not in text
     assert ("<figcaption>masked" in text) == (case == "a number")
+    assert ("<b>K</b> = " in text) == (case in ("own ids", "a number"))
 
 
 def test_trained_model_and_own_image(tmp_path, monkeypatch, refused):
