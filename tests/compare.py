@@ -13,6 +13,7 @@ vit.py has changed since, the method is trained again.
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import re
@@ -61,12 +62,28 @@ def method_of(spec):
 
 def source_of(spec):
     """Return a number for the code, without its comments, of vit.py, of a spec's class and of this
-    class's parents. Those in braces count as well."""
-    modules = {"vit", *(cls.__module__ for each in (spec, *re.findall(r"{(.*?)}", spec))
-                        for cls in method_of(each).__mro__)}
+    class's parents. Those in braces count as well. Of a file in tests/, only these classes count,
+    without their decorators."""
+    classes = [cls for each in (spec, *re.findall(r"{(.*?)}", spec))
+               for cls in method_of(each).__mro__]
+    modules = {"vit", *(cls.__module__ for cls in classes)}
     files = [Path(vit.__file__).with_name(f"{name}.py") for name in sorted(modules)]
-    code = [ast.unparse(ast.parse(file.read_bytes())) for file in files if file.exists()]
-    return f"{zlib.crc32(''.join(code).encode()):08x}"
+    trees = [ast.parse(file.read_bytes()) for file in files if file.exists()]
+    for cls in classes:
+        if cls.__module__.startswith("tests."):
+            trees.append(ast.parse(inspect.getsource(cls)))
+            trees[-1].body[0].decorator_list.clear()
+    return f"{zlib.crc32(''.join(map(ast.unparse, trees)).encode()):08x}"
+
+
+def python(spec):
+    """Return how a spec's commands begin. A program in tests/ that defines a method runs them."""
+    module = method_of(spec).__module__
+    return ["python", *["-m", module] * module.startswith("tests.")]
+
+
+def train_images(args):
+    return ["--train_images", f"{args.train_images}"] * bool(args.train_images)
 
 
 def slug(words):
@@ -80,9 +97,10 @@ def pretraining(spec, args, seed, runs, name_of=slug):
     given = re.sub(r"{(.*?)}", lambda found: f"{runs}/{name_of(found[1])}/last.pt", spec)
     method, *options = given.split(":")
     flags = [word for option in options for word in f"--{option}".split("=", 1)]
-    yield shlex.join(["python", "train.py", "--method", method, "--data", args.data, "--size",
+    yield shlex.join([*python(spec), "train.py", "--method", method, "--data", args.data, "--size",
                       args.size, "--epochs", f"{args.epochs}", "--seed", f"{seed}",
-                      *args.pretraining, *flags, "--runs", runs, "--name", name_of(spec)])
+                      *train_images(args), *args.pretraining, *flags, "--runs", runs, "--name",
+                      name_of(spec)])
 
 
 def chain(spec, args, seed, runs):
@@ -96,7 +114,8 @@ def chain(spec, args, seed, runs):
             command = COLUMNS[column].format(file=f"{runs}/{name_of(spec)}/last.pt", seed=seed)
             run = ["--eval_every", "1000", "--runs", runs, "--name",
                    f"{name_of(spec)}_{column.strip('%')}"]
-            yield column, shlex.join(["python", *command.split(), "--data", args.data,
+            yield column, shlex.join([*python(spec), *command.split(), "--data", args.data,
+                                      *train_images(args) * (column != "pixels"),
                                       *run * (column not in ("pixels", "20-NN"))])
 
 
@@ -294,9 +313,8 @@ def picture(path, numbers, specs, columns):
     draw(path, panels, per_row=2)
 
 
-def main(argv=None):
-    """Run `python -m tests.compare` with the arguments `argv`. Returns the number of commands that
-    failed."""
+def plan(argv=None):
+    """Return the settings of `python -m tests.compare` with the arguments `argv`."""
     parser = argparse.ArgumentParser("tests.compare", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,6 +323,8 @@ def main(argv=None):
     option("--data", default="shapes", help="as in train.py (shapes)")
     option("--size", choices=SIZES, default="micro", help="(micro)")
     option("--epochs", type=count, default=10, help="of pretraining (10)")
+    option("--train_images", type=count, metavar="N", help="pretrain on only N images, which are "
+           "also those that 20-NN, linear and fine-tuning choose from (all)")
     option("--seeds", nargs="+", type=in_range(int, 0), default=[0, 1, 2], metavar="N",
            help="(0 1 2)")
     option("--columns", nargs="+", choices=COLUMNS, metavar="NAME",
@@ -313,26 +333,50 @@ def main(argv=None):
     option("--jobs", type=count, default=1, help="commands at a time, on GPUs or cores (1)")
     option("--out", type=Path, default=Path("runs/compare.jsonl"), help="(runs/compare.jsonl)")
     args, args.pretraining = parser.parse_known_args(argv)
-    table = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs", *args.pretraining])
-    sources = {spec: source_of(spec) for spec in args.methods}
+    images = f", {args.train_images} images" if args.train_images else ""
+    args.table = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs{images}",
+                           *args.pretraining])
+    args.sources = {spec: source_of(spec) for spec in args.methods}
     with patch.object(train, "pretrain", lambda flags: None):          # a wrong flag ends this here
         for spec in args.methods:
             *_, command = pretraining(spec, args, 0, "runs", slug)
-            train.main(shlex.split(command)[2:])
+            train.main(shlex.split(command.partition("train.py ")[2]))
     if args.data in ("cifar10", "cifar100"):               # downloaded once, not by several --jobs
         getattr(torchvision.datasets, args.data.upper())("data", download=True)
-    failed = run_all([
-        (dict(table=table, encoder=spec, seed=seed, source=sources[spec]),
-         [*chain(spec, args, seed, f"runs/compare/{slug(table)}/{seed}")])
-        for seed, spec in product(args.seeds, args.methods)], args.out, args.jobs)
-    numbers = Numbers(table, [
-        line for line in read_lines(args.out) if line["table"] == table and line["seed"] in
-        args.seeds and line.get("source") == sources.get(line["encoder"], "")])
-    print(f"\n{table}")
-    columns = [PIXELS if column == "pixels" else column for column in args.columns]
-    measured = [x for x in columns if any(numbers.values(spec, x) for spec in args.methods)]
+    return args
+
+
+def chains_of(args):
+    """Return what run_all needs for a plan: all methods with the first seed, then the next one."""
+    return [(dict(table=args.table, encoder=spec, seed=seed, source=args.sources[spec]),
+             [*chain(spec, args, seed, f"runs/compare/{slug(args.table)}/{seed}")])
+            for seed, spec in product(args.seeds, args.methods)]
+
+
+def numbers_of(args):
+    """Return the Numbers that are measured for a plan, with the code as it is now."""
+    return Numbers(args.table, [
+        line for line in read_lines(args.out) if line["table"] == args.table and line["seed"] in
+        args.seeds and line.get("source") == args.sources.get(line["encoder"], "")])
+
+
+def show(numbers, specs, columns):
+    """Print a table for each of the columns that is measured, and return these columns."""
+    print(f"\n{numbers.table}")
+    columns = [PIXELS if column == "pixels" else column for column in columns]
+    measured = [x for x in columns if any(numbers.values(spec, x) for spec in specs)]
     for column in measured:
-        print(f"\n{as_table(table_of(numbers, args.methods, column))}")
+        print(f"\n{as_table(table_of(numbers, specs, column))}")
+    return measured
+
+
+def main(argv=None):
+    """Run `python -m tests.compare` with the arguments `argv`. Returns the number of commands that
+    failed."""
+    args = plan(argv)
+    failed = run_all(chains_of(args), args.out, args.jobs)
+    numbers = numbers_of(args)
+    measured = show(numbers, args.methods, args.columns)
     if measured:
         picture(args.out.with_suffix(".svg"), numbers, args.methods, measured)
         print(f"\nsee     {args.out} {args.out.with_suffix('.svg')}")

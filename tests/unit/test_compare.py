@@ -16,7 +16,7 @@ from tests.unit.conftest import parsed
 from vit import InputError
 
 ARGS = SimpleNamespace(data="shapes", size="tiny", epochs=7, columns=[*compare.COLUMNS],
-                       pretraining=["--batch_size", "8", "--mask_ratio", "0.6"])
+                       train_images=90, pretraining=["--batch_size", "8", "--mask_ratio", "0.6"])
 
 
 @pytest.mark.parametrize("spec", ["crossmae:prediction_ratio=0.25:epochs=9:compile",
@@ -31,6 +31,7 @@ def test_commands(spec, monkeypatch):
         run = parsed(script, words)
         assert {*re.findall(r"R/(\S+)/last.pt", command)} <= {*made}
         assert run.data == "shapes" and (column == "pixels" or run.seed == 5)
+        assert column == "pixels" or run.train_images == 90
         if column is None:
             made[run.name] = run
             assert (run.size, run.batch_size, run.runs) == ("tiny", 8, "R")
