@@ -7,9 +7,10 @@
     python -m tests.why all --seeds 0 1 2 --out tests/logs/why.jsonl
 
 A variation changes one thing in a method: `mae:crop=1` is the method mae with a flag of train.py,
-and `mae.l1` is a class below. The method and its variations are trained on 10,000 images of CIFAR-10
-if it is in data/, otherwise of shapes. For tables and the rule of "clear", and for --data, --seeds
-and other flags, see tests.compare. At the end come the scores in tests/logs/why.jsonl.
+and `mae.l1` is a class below. The method and its variations are trained on 10,000 images, of
+CIFAR-10 if it is in data/, otherwise of shapes. For the tables, the rule that says what is clear,
+--data, --seeds and other flags, see tests.compare. At the end come the scores that are recorded in
+tests/logs/why.jsonl.
 
 Programs know the classes below if `-m tests.why` is put before their names:
 
@@ -33,15 +34,19 @@ from torch import nn
 import finetune
 import train
 import vit
+from crossmae import CrossMAE
+from hypermae import HyperMAE
+from imae import IMAE
 from mae import MAE
+from minr import MINR
 from tests import compare
 from train import METHODS, shell, words_of
 from vit import ViT, gather_patches, patchify, require
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "tests/logs/why.jsonl"
-REFERENCES = {}                                            # method: with what flags it is compared
-COLUMNS = {"mae": ["pixels", "20-NN", "10%"]}              # what is measured; others: see columns_of
+REFERENCES = {"imae": "imae:teacher={mae}"}                # if it is not the method without flags
+FEATURES = ("mae", "crossmae", "imae")                     # methods that are also fine-tuned
 
 Variation = namedtuple("Variation", "spec file line question paper reference")
 VARIATIONS, CLASSES = {}, {}                               # by spec, see tests.compare; by method
@@ -52,11 +57,13 @@ def method_of(spec):
     return re.match(r"\w+", spec)[0]
 
 
-def variation(spec, file, line, question, paper, reference=None):
-    """Add a variation: what it is for tests.compare, the line that it removes or changes, a
-    question about this line, and the paper's answer. Returns a decorator for its class, if any."""
-    reference = reference or REFERENCES.get(method_of(spec), method_of(spec))
-    VARIATIONS[spec] = Variation(spec, file, line, question, paper, reference)
+def variation(spec, line, question, paper, file=None, reference=None):
+    """Add a variation: what it is for tests.compare, the line that it removes or changes (in
+    `file`, by default the method's), a question about this line, and the paper's answer. Returns a
+    decorator for its class, if it has one."""
+    method = method_of(spec)
+    VARIATIONS[spec] = Variation(spec, file or f"{method}.py", line, question, paper,
+                                 reference or REFERENCES.get(method, method))
 
     def add(cls):
         CLASSES[spec.split(":")[0]] = cls
@@ -84,87 +91,76 @@ def parts_of(cls):
 
 
 # -------------------------------------------------------------------------------------------- MAE
-@variation(
-    "mae.constant_rate", "mae.py", 'schedule="cosine"',
-    "Why does the learning rate fall to zero along a cosine?",
-    "The paper gives no reason: Table 8 lists cosine decay.")
+variation("mae:betas=0.9,0.999", "betas=(0.9, 0.95)",
+          "Why is AdamW's beta2 0.95, and not 0.999, the default?",
+          "The paper gives no reason: Table 8 cites iGPT (Chen et al., 2020).")
+
+variation("mae:weight_decay=0", "weight_decay=0.05",
+          "What does weight decay do in a run as short as this one?",
+          "The paper gives no reason: Table 8 lists 0.05.")
+
+
+@variation("mae.constant_rate", 'schedule="cosine"',
+           "Why does the learning rate fall to zero along a cosine?",
+           "The paper gives no reason: Table 8 lists cosine decay.")
 class ConstantRate(MAE):
     recipe = dict(MAE.recipe, schedule="constant")
 
 
-variation(
-    "mae:betas=0.9,0.999", "mae.py", "betas=(0.9, 0.95)",
-    "Why is AdamW's beta2 0.95, and not 0.999, the default?",
-    "The paper gives no reason: Table 8 cites iGPT (Chen et al., 2020).")
+variation("mae:warmup_epochs=0", "warmup_epochs=1",
+          "What happens without warmup, if the learning rate is highest at the first step?",
+          "The paper gives no reason: Table 8 lists 40 epochs and cites Goyal et al. (2017).",
+          file="vit.py")
 
-variation(
-    "mae:weight_decay=0", "mae.py", "weight_decay=0.05",
-    "What does weight decay do in a run as short as this one?",
-    "The paper gives no reason: Table 8 lists 0.05.")
+variation("mae:crop=1", "crop=0.2",
+          "Are random crops needed, if random masks already make each image new in each epoch?",
+          "Sec. 4.1 and Table 1e: hardly, as masks do most of what augmentation does elsewhere. "
+          "Without crops and flips, ViT-L loses 0.9 points fine-tuned (84.9 to 84.0).")
 
-variation(
-    "mae:warmup_epochs=0", "vit.py", "warmup_epochs=1",
-    "What happens without warmup, if the learning rate is highest at the first step?",
-    "The paper gives no reason: Table 8 lists 40 epochs and cites Goyal et al. (2017).")
+variation("mae:norm_pix_loss", "norm_pix_loss=False",
+          "What do normalised targets change? (Their PSNR is lower in any case: a prediction gets "
+          "the mean and variance of the visible pixels.)",
+          "Sec. 3 and 4.1, Table 1d: they raise the contrast within a patch and the accuracy, for "
+          "ViT-L from 84.9 to 85.4 fine-tuned.")
 
-variation(
-    "mae:crop=1", "mae.py", "crop=0.2",
-    "Are random crops needed, if random masks already make each image new in each epoch?",
-    "Sec. 4.1 and Table 1e: hardly, as masks do most of what augmentation does elsewhere. Without "
-    "crops and flips, ViT-L loses 0.9 points fine-tuned (84.9 to 84.0).")
+variation("mae:decoder_dim=32", "decoder_dim=64",
+          "Is half the decoder's width enough?",
+          "Sec. 4.1 and Table 1b: a narrow decoder is enough for fine-tuning; for a linear probe, "
+          "512, half the width of ViT-L, is best.")
 
-variation(
-    "mae:norm_pix_loss", "mae.py", "norm_pix_loss=False",
-    "What do normalised targets change? (Their pixels cannot be compared: they are seen with the "
-    "mean and variance of the visible pixels.)",
-    "Sec. 3 and 4.1, Table 1d: they raise the contrast within a patch and the accuracy, for ViT-L "
-    "from 84.9 to 85.4 fine-tuned.")
+variation("mae:decoder_dim=128", "decoder_dim=64",
+          "Is a decoder of twice the width better?",
+          "Table 1b: no. With 1024 instead of 512, ViT-L loses 0.6 points fine-tuned.")
 
-variation(
-    "mae:decoder_dim=32", "mae.py", "decoder_dim=64",
-    "Is half the decoder's width enough?",
-    "Sec. 4.1 and Table 1b: a narrow decoder is enough for fine-tuning; for a linear probe, 512, "
-    "half the width of ViT-L, is best.")
+variation("mae:decoder_depth=1", "decoder_depth=2",
+          "Is one decoder block enough?",
+          "Sec. 4.1 and Table 1a: for fine-tuning, yes (84.8 against 84.9 with eight blocks). For "
+          "a linear probe, no (65.5 against 73.5).")
 
-variation(
-    "mae:decoder_dim=128", "mae.py", "decoder_dim=64",
-    "Is a decoder of twice the width better?",
-    "Table 1b: no. With 1024 instead of 512, ViT-L loses 0.6 points fine-tuned.")
-
-variation(
-    "mae:decoder_depth=1", "mae.py", "decoder_depth=2",
-    "Is one decoder block enough?",
-    "Sec. 4.1 and Table 1a: for fine-tuning, yes (84.8 against 84.9 with eight blocks). For a "
-    "linear probe, no (65.5 against 73.5).")
-
-variation(
-    "mae:decoder_depth=6", "mae.py", "decoder_depth=2",
-    "Are six decoder blocks better than two?",
-    "Sec. 4.1 and Table 1a: for a linear probe, yes, up to eight blocks. The decoder's blocks then "
-    "specialise in pixels, and the encoder's output can stay more abstract.")
+variation("mae:decoder_depth=6", "decoder_depth=2",
+          "Are six decoder blocks better than two?",
+          "Sec. 4.1 and Table 1a: for a linear probe, yes, up to eight blocks. The decoder's "
+          "blocks then specialise in pixels, and the encoder's output can stay more abstract.")
 
 for ratio in (0.25, 0.5, 0.9):
-    variation(
-        f"mae:mask_ratio={ratio}", "mae.py", "mask_ratio=0.75",
-        f"Why mask 75% of the patches, and not {ratio:.0%}?",
-        "Sec. 3 and Figure 5: with a high ratio, neighbours no longer give the answer away. For "
-        "ViT-L, 75% is best for a linear probe, and 40 to 80% are good for fine-tuning.")
+    variation(f"mae:mask_ratio={ratio}", "mask_ratio=0.75",
+              f"Why mask 75% of the patches, and not {ratio:.0%}?",
+              "Sec. 3 and Figure 5: with a high ratio, neighbours no longer give the answer away. "
+              "For ViT-L, 75% is best for a linear probe, and 40 to 80% are good for fine-tuning.")
 
 
-@variation(
-    "mae.no_final_norm", "vit.py", "return self.norm(x)",
-    "Does the encoder need a LayerNorm after its last block?",
-    "The paper gives no reason: A.1 says that the encoder ends with it.")
+@variation("mae.no_final_norm", "return self.norm(x)",
+           "Does the encoder need a LayerNorm after its last block?",
+           "The paper gives no reason: A.1 says that the encoder ends with it.", file="vit.py")
 class NoFinalNorm(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.encoder.norm = nn.Identity()
 
 
-@variation(
-    "mae.post_norm", "vit.py", "x = x + self.drop_path(self.attn(self.norm1(x)))",
-    "Why is the LayerNorm before attention and MLP, and not after the sum?",
-    "The paper gives no reason: it takes the blocks of ViT (eq. 2, 3).")
+@variation("mae.post_norm", "x = x + self.drop_path(self.attn(self.norm1(x)))",
+           "Why is the LayerNorm before attention and MLP, and not after the sum?",
+           "The paper gives no reason: it takes the blocks of ViT (eq. 2, 3).", file="vit.py")
 class PostNorm(Altered, MAE):
     class Block(vit.Block):
         def forward(self, x):
@@ -172,22 +168,20 @@ class PostNorm(Altered, MAE):
             return self.norm2(x + self.drop_path(self.mlp(x)))         # (B, N, D)
 
 
-@variation(
-    "mae.relu", "vit.py", "return self.fc2(F.gelu(self.fc1(x)))",
-    "Does a ReLU do what the GELU does?",
-    "The paper gives no reason: it takes the blocks of ViT.")
+@variation("mae.relu", "return self.fc2(F.gelu(self.fc1(x)))",
+           "Does a ReLU do what the GELU does?",
+           "The paper gives no reason: it takes the blocks of ViT.", file="vit.py")
 class Relu(Altered, MAE):
     class MLP(vit.MLP):
         def forward(self, x):
             return self.fc2(F.relu(self.fc1(x)))
 
 
-@variation(
-    "mae.no_class_token", "vit.py", "cls = self.cls_token + self.pos_embed[:, :1]",
-    "What does the class token do in pretraining, where nothing is predicted from it? (Without it, "
-    "the decoder gets zeros in its place.)",
-    "A.1: it is there for the classifier. MAE works similarly well without it, if features are "
-    "averaged.")
+@variation("mae.no_class_token", "cls = self.cls_token + self.pos_embed[:, :1]",
+           "What does the class token do in pretraining, where nothing is predicted from it? "
+           "(Without it, the decoder gets zeros in its place.)",
+           "A.1: it is there for the classifier. MAE works similarly well without it, if features "
+           "are averaged.", file="vit.py")
 class NoClassToken(Altered, MAE):
     class Encoder(ViT):
         def encode(self, tokens):
@@ -196,22 +190,20 @@ class NoClassToken(Altered, MAE):
             return F.pad(self.norm(tokens), (0, 0, 1, 0))              # (B, 1+K, D)
 
 
-@variation(
-    "mae.no_encoder_positions", "vit.py", "return self.patch_embed(patches) + pos",
-    "Does the encoder need to know where its patches are? (Fine-tuning then learns positions from "
-    "zero.)",
-    "The paper gives no reason: Sec. 3 adds positions, as in ViT.")
+@variation("mae.no_encoder_positions", "return self.patch_embed(patches) + pos",
+           "Does the encoder need to know where its patches are? (Fine-tuning then learns "
+           "positions from zero.)",
+           "The paper gives no reason: Sec. 3 adds positions, as in ViT.", file="vit.py")
 class NoEncoderPositions(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.encoder.pos_embed.data.zero_()
 
 
-@variation(
-    "mae.learned_positions", "mae.py",
-    "sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)",
-    "Why are positions fixed sines and cosines, in encoder and decoder, and not learned?",
-    "The paper gives no reason: A.1 says that they are.")
+@variation("mae.learned_positions",
+           "sincos_pos_embed(decoder_dim, self.encoder.grid), requires_grad=False)",
+           "Why are positions fixed sines and cosines, in encoder and decoder, and not learned?",
+           "The paper gives no reason: A.1 says that they are.")
 class LearnedPositions(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -220,10 +212,9 @@ class LearnedPositions(MAE):
             positions.requires_grad_()
 
 
-@variation(
-    "mae.pytorch_init", "mae.py", "init_weights(self)",
-    "What does Xavier initialisation do, against PyTorch's default?",
-    "The paper gives no reason: A.1 follows ViT's code.")
+@variation("mae.pytorch_init", "init_weights(self)",
+           "What does Xavier initialisation do, against PyTorch's default?",
+           "The paper gives no reason: A.1 follows ViT's code.")
 class PytorchInit(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -232,13 +223,13 @@ class PytorchInit(MAE):
                 module.reset_parameters()
 
 
-@variation(
-    "mae.mask_tokens_in_encoder", "mae.py", "return self.encoder(images, ids_keep)",
-    "Why does the encoder not see mask tokens, as in BEiT and SimMIM? (Here, a masked patch is zero "
-    "before its embedding, so its token is the learned bias, plus its position. The decoder gets "
-    "all of the encoder's tokens.)",
-    "Sec. 4.1 and Table 1c: it would see them only in pretraining. With them, ViT-L loses 14 points "
-    "in a linear probe (73.5 to 59.6), 0.7 fine-tuned, and needs 3.3 times the operations.")
+@variation("mae.mask_tokens_in_encoder", "return self.encoder(images, ids_keep)",
+           "Why does the encoder not see mask tokens, as in BEiT and SimMIM? (Here, a masked patch "
+           "is zero before its embedding, so its token is the learned bias plus its position. The "
+           "decoder gets all tokens of the encoder.)",
+           "Sec. 4.1 and Table 1c: it would see them only in pretraining. With them, ViT-L loses "
+           "14 points in a linear probe (73.5 to 59.6), loses 0.7 fine-tuned, and needs 3.3 times "
+           "the operations.")
 class MaskTokensInEncoder(MAE):
     def encode(self, images, ids_keep):
         visible = gather_patches(patchify(images, self.encoder.patch_size), ids_keep)
@@ -250,54 +241,48 @@ class MaskTokensInEncoder(MAE):
         return torch.cat([x[:, :1], patches], dim=1)                   # (B, 1+L, E)
 
 
-@variation(
-    "mae.no_decoder_positions", "mae.py", "pos = self.decoder_pos_embed[0, 1:]",
-    "Why does the decoder need positions, if the encoder's tokens already have them?",
-    "Sec. 3: without them, mask tokens have no information about their place in the image.")
+@variation("mae.no_decoder_positions", "pos = self.decoder_pos_embed[0, 1:]",
+           "Why does the decoder need positions, if the encoder's tokens already have them?",
+           "Sec. 3: without them, mask tokens have no information about their place in the image.")
 class NoDecoderPositions(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoder_pos_embed.data.zero_()
 
 
-@variation(
-    "mae.mean_colours", "mae.py",
-    "target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()",
-    "Is fine detail needed in the targets, or only each patch's mean colour?",
-    "Sec. 4.1: yes. With targets reduced to 96 principal components, accuracy is lower.")
+@variation("mae.mean_colours",
+           "target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()",
+           "Is fine detail needed in the targets, or only each patch's mean colour?",
+           "Sec. 4.1: yes. With targets reduced to 96 principal components, accuracy is lower.")
 class MeanColours(MAE):
     def target(self, images, ids):
         pixels = super().target(images, ids).unflatten(2, (-1, self.encoder.in_chans))
         return pixels.mean(2, keepdim=True).expand_as(pixels).flatten(2)       # (B, M, p*p*C)
 
 
-@variation(
-    "mae.one_mask", "mae.py", "self.encoder.mask(images, noise, self.mask_ratio)",
-    "Does each image need its own mask, or is one for the whole batch enough?",
-    "The paper gives no reason: Sec. 3 draws patches at random.")
+@variation("mae.one_mask", "self.encoder.mask(images, noise, self.mask_ratio)",
+           "Does each image need its own mask, or is one for the whole batch enough?",
+           "The paper gives no reason: Sec. 3 draws patches at random.")
 class OneMask(MAE):
     def draw_batch(self, crops, labels, noise):
         return super().draw_batch(crops, labels, noise[:1].expand_as(noise))
 
 
-variation(
-    "mae:mask=block", "mae.py", "self.encoder.mask(images, noise, self.mask_ratio)",
-    "Why are masked patches scattered at random, and not in blocks, as in BEiT?",
-    "Sec. 4.1 and Table 1f: at a mask ratio of 75%, blocks are too hard. ViT-L loses 2.1 points "
-    "fine-tuned (84.9 to 82.8).")
+variation("mae:mask=block", "self.encoder.mask(images, noise, self.mask_ratio)",
+          "Why are masked patches scattered at random, and not in blocks, as in BEiT?",
+          "Sec. 4.1 and Table 1f: at a mask ratio of 75%, blocks are too hard. ViT-L loses 2.1 "
+          "points fine-tuned (84.9 to 82.8).")
 
-variation(
-    "mae:mask=grid", "mae.py", "self.encoder.mask(images, noise, self.mask_ratio)",
-    "Why not keep one of every four patches in a regular grid?",
-    "Sec. 4.1 and Table 1f: this task is easier. Predictions are sharper, but ViT-L loses 0.9 "
-    "points fine-tuned (84.9 to 84.0).")
+variation("mae:mask=grid", "self.encoder.mask(images, noise, self.mask_ratio)",
+          "Why not keep one of every four patches in a regular grid?",
+          "Sec. 4.1 and Table 1f: this task is easier. Predictions are sharper, but ViT-L loses "
+          "0.9 points fine-tuned (84.9 to 84.0).")
 
 
-@variation(
-    "mae.all_patches", "mae.py", "pred = self.decode(latent, ids_keep, ids_mask) ",
-    "Why is the loss only on masked patches?",
-    "Sec. 3, a footnote: the choice is driven by results. On all pixels, accuracy is slightly "
-    "lower, e.g. by 0.5 points.")
+@variation("mae.all_patches", "pred = self.decode(latent, ids_keep, ids_mask) ",
+           "Why is the loss only on masked patches?",
+           "Sec. 3, a footnote: the choice is driven by results. On all pixels, accuracy is "
+           "slightly lower, e.g. by 0.5 points.")
 class AllPatches(MAE):
     def forward(self, images, noise=None):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
@@ -308,16 +293,237 @@ class AllPatches(MAE):
         return loss, {"loss": loss.detach()}
 
 
-@variation(
-    "mae.l1", "mae.py", "loss = (pred - target).square().mean()",
-    "Why the squared error, and not the absolute one?",
-    "The paper gives no reason: Sec. 3 uses the mean squared error.")
+@variation("mae.l1", "loss = (pred - target).square().mean()",
+           "Why the squared error, and not the absolute one?",
+           "The paper gives no reason: Sec. 3 uses the mean squared error.")
 class L1(MAE):
     def forward(self, images, noise=None):
         ids_keep, ids_mask, _ = self.encoder.mask(images, noise, self.mask_ratio)
         pred = self.decode(self.encode(images, ids_keep), ids_keep, ids_mask)
         loss = (pred - self.target(images, ids_mask)).abs().mean()
         return loss, {"loss": loss.detach()}
+
+
+# --------------------------------------------------------------------------------------- CrossMAE
+variation("crossmae:self_attention", "if self.self_attention:",
+          "Do masked patches have to see one another?",
+          "Sec. 4.3 and Table 3a: no. Self-attention in the decoder leaves the accuracy at 83.3.")
+
+variation("crossmae:decoder_depth=1", "decoder_depth=4",
+          "Is one decoder block enough?",
+          "Sec. 4.3 and Table 3e: nearly, with 83.0 against 83.3 for twelve blocks.")
+
+
+@variation("crossmae.no_rate_factor:prediction_ratio=0.25",
+           "return prediction_ratio / mask_ratio if mask_ratio else 1.0",
+           "If only a third of the masked patches is predicted, why is the learning rate a third?",
+           "Sec. 3.3: with fewer patches, the variance of the loss is higher, and to match it "
+           "helps.", reference="crossmae:prediction_ratio=0.25")
+class NoRateFactor(CrossMAE):
+    lr_scale = 1.0
+
+
+variation("crossmae:feature_maps=last", 'self.inter_block = feature_maps != "last"',
+          "Why does the decoder get all feature maps, and not only the encoder's output?",
+          "Sec. 1 and 3.4, Table 3d: so that the decoder also gets early features. With the last "
+          "map only, ViT-B reaches 82.9 instead of 83.3.")
+
+
+variation("crossmae:no-include_input",
+          "self.map_ids = choose_maps(feature_maps, include_input, depth)",
+          "Why is the first block's input a feature map, too?",
+          "Sec. 3.4: to give the decoder more low-level information.")
+
+
+@variation("crossmae.one_mix", 'w = self.wfm["linear"].weight',
+           "Does each decoder block need its own mix of the feature maps?",
+           "Sec. 3.4 and 4.5, Figure 5: yes, early decoder blocks prefer late maps, and late "
+           "blocks early ones. The paper does not train without.")
+class OneMix(CrossMAE):
+    def map_weights(self):
+        w = super().map_weights()                                      # (decoder depth, n)
+        return w[:1].expand_as(w)
+
+
+@variation("crossmae.equal_weights", "return w.softmax(dim=1) if self.softmax_weights else w",
+           "Do the weights of the feature maps have to be learned, or does their mean do?",
+           "Sec. 3.4: learned weights replace a choice by hand. The paper does not train with "
+           "equal ones.")
+class EqualWeights(CrossMAE):
+    def map_weights(self):
+        w = super().map_weights()                                      # (decoder depth, n)
+        return torch.full_like(w, 1 / w.shape[1])
+
+
+@variation("crossmae.no_query_positions",
+           "x = self.mask_token + self.decoder_pos_embed[0, 1:][ids]",
+           "What can the decoder predict if all its queries are equal?",
+           "The paper gives no reason: Sec. 3.2 adds positions to the mask tokens, as in MAE.")
+class NoQueryPositions(CrossMAE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.decoder_pos_embed.data.zero_()
+
+
+for ratio in (0.25, 0.15):
+    variation(f"crossmae:prediction_ratio={ratio}", "ids = ids_mask[:, skipped:]",
+              f"Are predictions for {ratio:.0%} of the patches enough? (The learning rate is then "
+              "lower.)",
+              "Sec. 3.3 and Table 3c: yes. ViT-B reaches 83.2 with 25%, 83.1 with 15% and 83.3 "
+              "with 75%.")
+
+
+# --------------------------------------------------------------------------------------- HyperMAE
+variation("hypermae:feat2w_depth=1", "feat2w_depth=2",
+          "Is one Feat2W block enough?",
+          "Sec. 5.2.2 and Table 5: nearly. ViT-Tiny reaches 78.5 with one block and 79.3 with "
+          "four.")
+
+variation("hypermae:n_weight_tokens=4", "n_weight_tokens=16",
+          "Are four weight tokens enough to describe an image?",
+          "Sec. 5.2.1 and Table 4: not quite. ViT-Tiny reaches 77.2 with 4 and 79.3 with 16.")
+
+variation("hypermae:shared_blocks=2", "shared_blocks=0",
+          "Why are the Feat2W blocks not the encoder's last blocks?",
+          "Sec. 5.2.3 and Table 6: the encoder would see weight tokens in pretraining that later "
+          "are missing. ViT-Tiny reaches 77.2 instead of 79.3.")
+
+variation("hypermae:mlp_depth=3", "mlp_depth=6",
+          "Does the PaCo-MLP need six layers?",
+          "Sec. 5.2.5 and Table 8: with three, one layer after M may not be enough for an image. "
+          "ViT-Tiny reaches 76.9 instead of 79.3.")
+
+variation("hypermae:modulated_layer=0", "modulated_layer=1",
+          "Why is the predicted layer not the first one?",
+          "Sec. 5.2.4 and Table 7: no layer would come before it to transform the positions. "
+          "ViT-Tiny reaches 76.6 instead of 79.3.")
+
+variation("hypermae:modulated_layer=4", "modulated_layer=1",
+          "Why is the predicted layer an early one?",
+          "Sec. 5.2.4 and Table 7: after a late one, too few layers are left to make pixels. "
+          "ViT-Tiny reaches 76.2 instead of 79.3.")
+
+
+@variation("hypermae.raw_coordinates", "z = fourier_features(coords, self.pe_dim, self.pe_sigma)",
+           "Why Fourier features of a patch's coordinates, and not the coordinates themselves?",
+           "The paper gives no reason: Algorithm 1 embeds positions. Sec. 5.1 cites Fourier "
+           "features as a means to keep detail.")
+class RawPatchCoordinates(HyperMAE):
+    def decode(self, coords, M):
+        def repeat(coords, dim, sigma):
+            return coords.float().repeat_interleave(dim, dim=-1)       # (B, P, 2 pe_dim)
+        with patch("hypermae.fourier_features", repeat):
+            return super().decode(coords, M)
+
+
+variation("hypermae:relu_around_m", "if i < mod - 1 or self.relu_around_m:",
+          "What does a ReLU before and after M change?",
+          "Sec. 2.2 puts a ReLU after each hidden layer, but the release none around M (item 1).")
+
+variation("hypermae:out_bias=0", "return last(z) + self.out_bias",
+          "What does the constant 0.5 do that is added to the pixels?",
+          "The paper does not mention it: it is from the release (item 3).")
+
+variation("hypermae:loss_on=all", 'if self.loss_on == "all":',
+          "Why is the loss only on masked patches?",
+          "Sec. 5.2.8 and Table 11: visible patches make the task easier. With them, ViT-Tiny "
+          "reaches 78.0 instead of 79.3.")
+
+
+# ------------------------------------------------------------------------------------------- MINR
+variation("minr:groups=4", "groups=16",
+          "Are four weight tokens enough to describe an image?",
+          "Our summary of the paper gives no number; the release has 256 tokens (item 7).")
+
+for sigma in (4, 64):
+    variation(f"minr:ff_sigma={sigma}", "ff_sigma=16.0",
+              f"What if the highest frequency is {sigma} periods per image, and not 16?",
+              "Our summary of the paper gives no number; the release has 128 for 182 pixels (item "
+              "7).")
+
+variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
+          "Does it cost accuracy to render only a quarter of the pixels in a training step?",
+          "The paper renders all of them. The quarter is ours, for speed.")
+
+variation("minr:modulated_layers=3", 'modulated_layers = [1] if hypernetwork == "ginr"',
+          "Why is the second layer the predicted one, and not the fourth?",
+          "Sec. 3.2: modulating the second layer was found to be effective in experiments.")
+
+variation("minr:encode_visible_only", "tokens = self.encoder(images.masked_fill(masked, 0))",
+          "Does the encoder have to see masked patches as zeros, or can they be left out, as in "
+          "MAE?",
+          "The paper gives no reason: it masks the image. Leaving patches out is ours.")
+
+variation("minr:hypernetwork=transinr", "W = U @ V ",
+          "Why predict one layer by a matrix product (GINR), and not all layers (TransINR)?",
+          "Sec. 3.2: layers that all images share can learn what images have in common. On the "
+          "data set of training, TransINR is slightly better (CelebA: 21.87 against 21.68 dB), on "
+          "others GINR.")
+
+
+@variation("minr.no_weight_norm", "layers.append((F.normalize(W, dim=-2), bias))",
+           "Why is each column of the weights scaled to length 1?",
+           "The paper does not mention it: it is from the release, which gives no reason (item 5).")
+class NoWeightNorm(MINR):
+    def modulate(self, tokens):
+        with patch("minr.F.normalize", lambda W, dim: W):
+            return super().modulate(tokens)
+
+
+@variation("minr.raw_coordinates", "x = fourier_features(coords, self.ff_dim, self.ff_sigma)",
+           "Why Fourier features of a pixel's coordinates, and not the coordinates themselves?",
+           "Our summary of the paper does not mention them: they are from the release.")
+class RawPixelCoordinates(MINR):
+    def decode(self, coords, layers):
+        def repeat(coords, dim, sigma):
+            return coords.float().repeat_interleave(dim, dim=-1)       # (N, 2 ff_dim)
+        with patch("minr.fourier_features", repeat):
+            return super().decode(coords, layers)
+
+
+variation("minr:loss_on=masked", "loss = error.mean() ",
+          "Why is the loss on all pixels, and not only on masked ones, as in MAE?",
+          "The paper gives no reason: its loss is the L2 loss over all pixels.")
+
+
+# ------------------------------------------------------------------------------------------ i-MAE
+variation("imae:teacher={mae}:branches=1", "branches=2",
+          "Why predict both images, and not only the one with less weight?",
+          "The supplement gives no reason: Section 2 predicts the subordinate image, Section 3 "
+          "both.")
+
+
+@variation("imae.one_linear_layer:teacher={mae}",
+           "nn.ModuleList(nn.Linear(dim, decoder_dim) for _ in range(branches))",
+           "Does each image need its own linear layer after the encoder?",
+           "Section 1 and Algorithm 1: these layers separate the two images; this is the paper's "
+           "subject.")
+class OneLinearLayer(IMAE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.decoder_embed[1] = self.decoder_embed[0]
+
+
+variation("imae:teacher={mae:dim=32}", "encoder=ViT(img_size, patch_size, in_chans, **teacher)",
+          "Can the teacher be half as wide as the encoder?",
+          "The supplement does not say how wide its teacher is.")
+
+variation("imae:teacher={mae}:distill_weight=0", "if self.distill_weight > 0:",
+          "Is a teacher needed?",
+          "Section 3: the full model has two distillation losses. The supplement gives no reason.")
+
+variation("imae:teacher={mae}:same_class=1",
+          "return [order, draw_partners(order, labels, run.same_class, generator)]",
+          "What if both images are of the same class? (This uses labels.)",
+          "Section 1 and Table 2: it is the semantics-enhanced sampling. The supplement gives no "
+          "reason.")
+
+for alpha in (0.5, 0.1):
+    variation(f"imae:teacher={{mae}}:alpha={alpha}",
+              "alpha = torch.distributions.Beta(self.beta, self.beta).sample().item()",
+              f"Why is the images' weight in the mixture random, and not always {alpha}?",
+              "Section 2: above 0.4, predictions show features of the dominant image. Table 2 "
+              "draws the weight from Beta(1, 1), i.e. uniformly.")
 
 
 # ------------------------------------------------------------------------------------ the program
@@ -350,10 +556,6 @@ def default_data():
     return next((copies[path] for path in copies if Path(path).exists()), "shapes")
 
 
-def columns_of(reference):
-    return COLUMNS.get(method_of(reference), ["pixels", "20-NN"])
-
-
 def describe(found, in_full):
     """Print a variation: its question and, `in_full`, its line with its number, and the paper's
     answer."""
@@ -374,18 +576,20 @@ def measure(names, more):
         reference = VARIATIONS[name].reference
         groups.setdefault(reference, [reference]).append(name)
     for reference, specs in groups.items():
+        columns = ["pixels", "20-NN", *["10%"] * (method_of(reference) in FEATURES)]
         plans.append(compare.plan([
             *specs, "--data", default_data(), "--train_images", "10000", "--seeds", "0",
-            "--out", "runs/why.jsonl", "--columns", *columns_of(reference), *more]))
+            "--out", "runs/why.jsonl", "--columns", *columns, *more]))
         for keys, commands in compare.chains_of(plans[-1]):            # a reference can be in two
             chains[keys["seed"], keys["encoder"]] = keys, commands
-    seeds = [chains[key] for seed in plans[0].seeds for key in chains if key[0] == seed]
-    failed = compare.run_all(seeds, plans[0].out, plans[0].jobs)
+    ordered = [chains[key] for seed in plans[0].seeds for key in chains if key[0] == seed]
+    failed = compare.run_all(ordered, plans[0].out, plans[0].jobs)
     for plan in plans:
         compare.show(compare.numbers_of(plan), plan.methods, plan.columns)
-        for numbers in compare.read_numbers(LOG) if LOG.exists() and plan.out.resolve() != LOG else ():
-            print("\nrecorded in tests/logs/why.jsonl:", end="")
-            compare.show(numbers, plan.methods, plan.columns)
+        if LOG.exists() and plan.out.resolve() != LOG:
+            print("\nRecorded in tests/logs/why.jsonl:", end="")
+            for numbers in compare.read_numbers(LOG):
+                compare.show(numbers, plan.methods, plan.columns)
     if failed:
         print("", *failed, sep="\n")
     return len(failed)
@@ -399,6 +603,9 @@ def main(argv=None):
     with patch.dict(METHODS, CLASSES):
         if re.search(r"^-m$|\.py$|^tests\.", " ".join(words[:1])):
             return run_program(words)
+        if not asked and words:                            # --help
+            print(__doc__)
+            return 0
         known = {"all": [*VARIATIONS], **{name: [name] for name in VARIATIONS}}
         for name in VARIATIONS:
             known.setdefault(method_of(name), []).append(name)

@@ -1,45 +1,197 @@
-"""tests/why.py: each variation is small, names a line of the code, and changes the training."""
+"""tests/why.py: each variation is short, names a line of the code, and does what it says."""
 
 import inspect
 import re
+import shlex
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 import finetune
 import train
 from tests import compare, why
-from tests.unit.conftest import ROOT, TINY, same
+from tests.unit.conftest import FIVE, ROOT, TINY, same
 from vit import InputError
-
-TINY = [*TINY[:-4], "--warmup_epochs", "0.5", "--workers", "0", "--epochs", "1"]
 
 
 @pytest.fixture(autouse=True)
 def methods(monkeypatch):
-    """Programs know the variations' classes."""
+    """The variations' classes are methods."""
     for name, cls in why.CLASSES.items():
         monkeypatch.setitem(train.METHODS, name, cls)
+    monkeypatch.setattr(compare, "source_of", cache(compare.source_of))            # it is slow
 
 
-def model_of(name, **more):
-    """Return a tiny model of a class, with the same weights each time."""
+def make(name, **more):
+    """Return a tiny model and its random images (2,3,16,16)."""
+    cls = {**train.METHODS, **why.CLASSES}[name]
     torch.manual_seed(0)
-    cls = train.METHODS[name]
     sizes = dict(img_size=16, patch_size=4, dim=16, depth=2, heads=2)
-    return cls(**{**sizes, **cls.small_config, **more})
+    return cls(**{**cls.small_config, **sizes, **more}).eval(), torch.rand(2, 3, 16, 16)
 
 
 @pytest.mark.parametrize("name", why.VARIATIONS)
 def test_line(name):
-    """The line occurs once in its file. A class is at most eight lines. Texts end in a full stop or
-    a question mark."""
+    """The line occurs once in its file, and a class has at most eight lines."""
     found = why.VARIATIONS[name]
     assert (ROOT / found.file).read_text().count(found.line) == 1
-    assert "?" in found.question and found.paper.endswith(".")
+    assert "?" in found.question and found.paper.endswith((".", ")."))
     cls = why.CLASSES.get(name.split(":")[0])
     if cls:
         code = inspect.getsource(cls)
         code = code[re.search("^class ", code, re.M).start():]
         assert len([line for line in code.splitlines() if line.strip()]) <= 8
+
+
+def test_order():
+    """The list is in the order of the code."""
+    assert [*dict.fromkeys(map(why.method_of, why.VARIATIONS))] == [*FIVE]
+    for name in FIVE:
+        code = (ROOT / f"{name}.py").read_text()
+        places = [code.index(x.line) for x in why.VARIATIONS.values() if x.file == f"{name}.py"]
+        assert places == sorted(places)
+
+
+@cache
+def trained(spec, folder):
+    """Return the state dict after the few steps of a tiny run that tests.compare would start, and
+    the row of its log."""
+    args = compare.plan([spec, "--data", folder, *TINY, "--epochs", "1", "--eval_images", "1"])
+    for command in compare.pretraining(spec, args, 0, "runs", compare.slug):
+        row = train.main(shlex.split(command.partition("train.py ")[2]) + ["--overwrite"])
+    return train.read_checkpoint(f"runs/{compare.slug(spec)}")["model"], row
+
+
+@pytest.mark.parametrize("name", why.VARIATIONS)
+def test_training(name, folder, tmp_path_factory, monkeypatch):
+    """It trains, and its weights or its loss differ from the reference's."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    (mine, row), (weights, reference) = (
+        trained(spec, str(folder)) for spec in (name, why.VARIATIONS[name].reference))
+    assert torch.tensor(row["loss"]).isfinite() and row["loss"] != reference["loss"]
+    assert not same(mine, weights)
+
+
+def test_sources(monkeypatch):
+    """New code in one class is another run of this variation alone; a new question is none."""
+    def sources():
+        return [compare.source_of.__wrapped__(x) for x in ("mae", "mae.relu", "mae.l1", "mae:crop=1")]
+    getsource, old = inspect.getsource, sources()
+    assert len({*old}) == 3 and old[0] == old[3]
+    monkeypatch.setattr(inspect, "getsource", lambda x: getsource(x).replace("squared error", "L2"))
+    assert sources() == old
+    monkeypatch.setattr(inspect, "getsource", lambda x: getsource(x).replace(".abs()", ".sign()"))
+    assert [a == b for a, b in zip(sources(), old)] == [True, True, False, True]
+
+
+def test_mae_without():
+    """What some variations of MAE promise, for two images with 4 of 16 patches visible."""
+    noise, images = torch.rand(2, 16), make("mae")[1]
+    ids_keep, ids_mask, mask = make("mae")[0].encoder.mask(images, noise, 0.75)
+
+    model, _ = make("mae.no_decoder_positions")
+    pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask)
+    assert torch.allclose(pred, pred[:, :1].expand_as(pred), atol=1e-5)
+    model, _ = make("mae.no_class_token")
+    tokens = model.encoder(images)
+    model.encoder.cls_token.data.fill_(9)
+    assert not tokens[:, 0].any() and torch.equal(model.encoder(images), tokens)
+    model, _ = make("mae.post_norm")
+    for tokens in model.encoder.feature_maps(model.encoder.embed(images))[1:]:
+        assert torch.allclose(tokens.var(2, correction=0), torch.ones(2, 17), atol=1e-3)
+    model, _ = make("mae.relu")
+    mlp, x = model.decoder_blocks[0].mlp, torch.randn(3, 64)
+    assert torch.equal(mlp(x), mlp.fc2(mlp.fc1(x).relu()))
+    model, _ = make("mae.mask_tokens_in_encoder")
+    latent = model.encode(images, ids_keep)                            # masked pixels do not matter
+    masked = model.encoder.pixels_of(mask).bool()
+    assert torch.equal(model.encode(images.masked_fill(masked, 7), ids_keep), latent)
+    assert torch.equal(latent, model.encoder(images.masked_fill(masked, 0)))
+    model, _ = make("mae.mean_colours")
+    target = model.target(images, ids_mask).unflatten(2, (16, 3))      # (B, M, p*p, C)
+    assert torch.allclose(target[0, 0, 5], make("mae")[0].target(images, ids_mask)[0, 0].view(
+        16, 3).mean(0)) and torch.equal(target[:, :, 0], target[:, :, 9])
+    model, _ = make("mae.one_mask")
+    assert torch.equal(*model.draw_batch([images], None, noise)[1])
+    model, _ = make("mae.all_patches")
+    (loss, _), (masked, _) = (x.forward(images, noise) for x in (model, make("mae")[0]))
+    pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask, visible_too=True)
+    visible = (pred[:, :4] - model.target(images, ids_keep)).square().mean()
+    assert loss.item() == pytest.approx((0.75 * masked + 0.25 * visible).item())
+
+
+def test_others_without():
+    """What some variations of the other methods promise."""
+    w = make("crossmae.one_mix")[0].map_weights()                      # (decoder depth, n)
+    assert w.shape == (4, 3) and torch.equal(w[0], w[3]) and w[0, 0] != w[0, 1]
+    assert make("crossmae.equal_weights")[0].map_weights().unique().item() == pytest.approx(1 / 3)
+    for name, shared in (("minr", False), ("minr.no_weight_norm", True)):
+        model, images = make(name)
+        W, _ = model.modulate(torch.randn(2, 16, 16))[1]
+        assert torch.allclose(W.norm(dim=1), torch.ones(2, 64), atol=1e-4) is not shared
+    for name, size in (("minr.raw_coordinates", 64), ("hypermae.raw_coordinates", 64)):
+        model, _ = make(name)
+        first = torch.eye(size)                            # a layer that shows its input
+        coords = torch.tensor([[0.5, -0.25]])
+        if name[0] == "m":
+            seen = model.decode(coords, [(first, torch.zeros(size))]) - 0.5
+        else:
+            model.paco_mlp, model.modulated_layer = nn.ModuleList([nn.Identity()]), 0
+            seen = model.decode(coords, first) - 0.5
+        assert seen.flatten().tolist() == [0.5] * 32 + [-0.25] * 32
+    model, images = make("imae.one_linear_layer")
+    assert torch.equal(*model.encode(images, torch.arange(4).expand(2, 4)))
+
+
+def test_altered_encoders(folder, tmp_path, monkeypatch, refused, spy):
+    """finetune.py classifies with the encoder as it was pretrained, but refuses it alone. Other
+    programs know the variation as well."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", str(folder), "--epochs", "1", *TINY[:10], "--workers", "0"]
+    why.main(["train.py", "--method", "mae.relu", *words, "--name", "a"])
+    knn = ["--checkpoint", "runs/a", "--mode", "knn"]
+    refused(finetune.main, knn, "encoder.Relu: the file has (0,), the model nothing")
+    seen = spy(finetune, "knn", lambda model, *_: model.encoder.blocks[0].mlp)
+    why.main(["finetune.py", *knn])
+    assert type(seen[0]) is why.Relu.MLP and why.classifier([]) is finetune.Classifier
+    rows = why.main(["-m", "tests.evaluate", "runs/a", "--mask_ratios", "0.5", "--workers", "0"])
+    assert rows[0]["psnr_masked"] > 0
+    why.main(["tests.tour", "mae.relu", "--out", "tour.html"])
+    assert "F.relu" in (tmp_path / "tour.html").read_text()
+
+
+def test_main(monkeypatch, tmp_path, capsys, refused):
+    """A name is described, trained and compared with its reference, seed by seed, each spec once;
+    then come recorded scores."""
+    ran = []
+
+    def run(command, title, *_):
+        ran.append((title, command))
+        return {"top1": 40.0 + len(title)} if "--mode" in command or "--labels" in command else {}
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.chdir(tmp_path)
+    words = ["mae.l1", "crossmae.no_rate_factor:prediction_ratio=0.25", "mae:crop=1",
+             "crossmae:prediction_ratio=0.25", "--seeds", "1", "0", "--out"]
+    monkeypatch.setattr(why, "LOG", tmp_path / "log.jsonl")
+    assert why.main([*words, str(why.LOG)]) == 0
+    said = capsys.readouterr().out
+    code = (ROOT / "mae.py").read_text().splitlines()
+    number = 1 + [why.VARIATIONS["mae.l1"].line in line for line in code].index(True)
+    assert f"mae.l1\n  mae.py, line {number}: loss = (pred - target)" in said and "Sec. 3" in said
+    assert "shapes, ViT-micro, 10 epochs, 10000 images" in said and "needs three seeds" in said
+    trained = [title for title, command in ran if " train.py --" in command]
+    specs = ["mae", "mae.l1", "mae:crop=1", "crossmae:prediction_ratio=0.25", words[1], "crossmae"]
+    assert trained == [f"{spec}, seed {seed}" for seed in (1, 0) for spec in specs]
+    assert [command.split()[1:4] for title, command in ran if title == "mae.l1, seed 1"] == [
+        ["-m", "tests.why", x] for x in ("train.py", "-m", "finetune.py", "finetune.py")]
+    assert why.main([*words, "out.jsonl"]) == 0
+    assert "Recorded in tests/logs/why.jsonl:\nshapes, ViT" in capsys.readouterr().out
+    ran.clear()
+    assert why.main([]) == 0 and not ran
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said for name in why.VARIATIONS)
+    why.main("--help")
+    assert "python -m tests.why mae.no_decoder_positions" in capsys.readouterr().out
+    refused(why.main, ["mae.l2"], "['mae.l2'] is no variation")
