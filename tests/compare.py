@@ -34,6 +34,7 @@ from unittest.mock import patch
 import torch
 import torchvision
 
+import finetune
 import train
 import vit
 from tests.lib.plot import as_table, draw
@@ -346,6 +347,23 @@ def plan(argv=None):
     return args
 
 
+def say_lengths(args):
+    """Print how many epochs each training of a plan has."""
+    here = train.Process(0, 1, torch.device("cpu"), torch.float32, workers=0)
+    found, = train.find_images(args.data, ["train"], here, None)
+    n = min(len(found.labels), args.train_images or len(found.labels))
+    narrow = SIZES[args.size]["dim"] < SIZES["base"]["dim"]            # as in train.settle
+    said = [f"pretraining {args.epochs} epochs of {n} images"]
+    for column in args.columns:
+        if column not in ("pixels", "20-NN"):
+            labels = n if column == "linear" else round(n * float(column.strip("%")) / 100)
+            paper, ours = finetune.RECIPES["linear" if column == "linear" else "finetune"]
+            recipe = {**paper, **ours} if narrow else paper
+            epochs = {**recipe, **train.derive(recipe, {}, labels, labels, 1)}["epochs"]
+            said.append(f"{column} {epochs} of {labels}")
+    print(f"each method and seed: {', '.join(said)}", flush=True)
+
+
 def chains_of(args):
     """Return what run_all needs for a plan: all methods with the first seed, then the next one."""
     return [(dict(table=args.table, encoder=spec, seed=seed, source=args.sources[spec]),
@@ -374,6 +392,7 @@ def main(argv=None):
     """Run `python -m tests.compare` with the arguments `argv`. Returns the number of commands that
     failed."""
     args = plan(argv)
+    say_lengths(args)
     failed = run_all(chains_of(args), args.out, args.jobs)
     numbers = numbers_of(args)
     measured = show(numbers, args.methods, args.columns)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import finetune
 from tests import compare, evaluate
 from tests.lib.plot import as_table
-from tests.unit.conftest import parsed
+from tests.unit.conftest import HERE, ROOT, parsed
 from vit import InputError
 
 ARGS = SimpleNamespace(data="shapes", size="tiny", epochs=7, columns=[*compare.COLUMNS],
@@ -48,6 +49,21 @@ def test_commands(spec, monkeypatch):
         "10%": ("finetune", 0.1), "100%": ("finetune", 1)}
     monkeypatch.setattr(compare.method_of(spec), "reconstruct", None)
     assert "pixels" not in dict(compare.chain(spec, ARGS, 5, "R"))
+
+
+def test_lengths(folder, capsys):
+    """The epochs that are said first are those of finetune.py."""
+    compare.say_lengths(SimpleNamespace(data=str(folder), size="micro", epochs=3, train_images=None,
+                                        columns=["pixels", "20-NN", "linear", "10%", "100%"]))
+    said = capsys.readouterr().out
+    assert said.startswith("each method and seed: pretraining 3 epochs of 40 images, linear ")
+    for mode, labels, column in (("linear", 1, "linear"), ("finetune", 0.1, "10%"),
+                                 ("finetune", 1, "100%")):
+        flags = parsed("finetune.py", ["--mode", mode, "--labels", f"{labels}", "--data",
+                                       str(folder), "--checkpoint", "tests/models/mae.pt"])
+        flags.checkpoint = ROOT / flags.checkpoint
+        run, *_ = finetune.prepare(flags, HERE, finetune.Classifier)
+        assert f"{column} {run.epochs} of {run.images}" in said
 
 
 def test_changed_code_is_another_run(monkeypatch, tmp_path):
