@@ -583,6 +583,8 @@ def measure(names, more):
         for keys, commands in compare.chains_of(plans[-1]):            # a reference can be in two
             chains[keys["seed"], keys["encoder"]] = keys, commands
     ordered = [chains[key] for seed in plans[0].seeds for key in chains if key[0] == seed]
+    for plan in plans:
+        compare.say_lengths(plan)
     failed = compare.run_all(ordered, plans[0].out, plans[0].jobs)
     for plan in plans:
         compare.show(compare.numbers_of(plan), plan.methods, plan.columns)
