@@ -1,4 +1,4 @@
-"""What the tour and the diagrams do with masks, and the PSNR of masked pixels."""
+"""What the tour, the diagrams and the analyses do with masks, and the PSNR of masked pixels."""
 
 import torch
 

@@ -1,13 +1,14 @@
 """What only a GPU finds."""
 
 import inspect
+import re
 import warnings
 
 import pytest
 import torch
 
 from mae import MAE
-from tests import bench, evaluate
+from tests import analyses, bench, evaluate
 from tests.unit.test_methods import BASE, flags
 from train import METHODS
 
@@ -82,7 +83,7 @@ def test_cuda_graphs(name, pretrain, tune, monkeypatch):
 
 
 def test_evaluating(pretrain, capsys):
-    """tests.evaluate prints the same numbers as on the CPU."""
+    """tests.evaluate and tests.analyses print the same numbers as on the CPU."""
     for name in METHODS:
         teacher = ["--teacher", "runs/mae"] if name == "imae" else []
         pretrain("--method", name, *teacher, name=name, own=flags(BASE[name]))
@@ -90,6 +91,11 @@ def test_evaluating(pretrain, capsys):
     numbers = [[value for row in evaluate.main([*words, device]) for value in row.values()
                 if isinstance(value, float)] for device in ("cpu", "cuda")]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-2)
+    capsys.readouterr()
+    for device in ("cpu", "cuda"):
+        analyses.main(["--device", device, *(f"runs/{name}" for name in METHODS)])
+        numbers.append([float(x) for x in re.findall(r" (-?\d+\.\d+)", capsys.readouterr().out)])
+    assert len(numbers[2]) > 50 and numbers[2] == pytest.approx(numbers[3], rel=1e-2, abs=1e-2)
 
 
 @pytest.mark.parametrize("words", [name + more for name in METHODS for more in ("", " --compile")])

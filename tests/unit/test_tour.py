@@ -23,7 +23,7 @@ from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from tests import tour
+from tests import analyses, tour
 from tests.lib.models import load_model
 from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
@@ -31,7 +31,7 @@ from train import center_crop, read_image
 from vit import denormalize, mask_noise, pair, patchify, transfer
 
 FILES = [str(ROOT / f"{name}.py")
-         for name in "vit mae crossmae hypermae minr imae finetune".split()]
+         for name in "vit mae crossmae hypermae minr imae finetune tests/analyses".split()]
 SIZES = dict(img_size=(55, 91), patch_size=(5, 7), in_chans=3, dim=76, depth=3, heads=4)
 B, L, RATIO = 6, 143, dict(mask_ratio=0.78)
 DECODER = dict(RATIO, decoder_dim=92, decoder_depth=2, decoder_heads=4)
@@ -144,8 +144,15 @@ def runs():
             own = noise.argsort(1).argsort(1) >= 31                     # a mask with K = 31
             yield lambda: model.encoder.mask(images, own, None), model, sizes
             yield lambda: model.reconstruct(images, noise, leak_free=True), model, sizes
+            yield lambda: analyses.decoder_attention(model, images), model, sizes
         elif cls is IMAE:
             yield lambda: model.unmix(images, images, torch.rand(B), noise), model, sizes
+            yield lambda: analyses.latents(model, images, 0.3, "ab"), model, sizes
+            yield lambda: analyses.unmixed_psnr(model, images, 0.3), model, sizes
+        elif cls is not HyperMAE:
+            yield lambda: analyses.analyse(model, None, images[:2]), model, dict(sizes, B=2)
+    x, y = torch.rand(8, 4, 9), torch.rand(8, 4, 6)
+    yield lambda: analyses.ridge_r2(x, y, x[:7], y[:7]), model, sizes
     yield lambda: denormalize(images, model), model, sizes
     for kind in ("grid", "block"):
         yield lambda: mask_noise(kind, B, (11, 13)), model, sizes
