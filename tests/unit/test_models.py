@@ -7,6 +7,7 @@ import torch
 
 import train
 from tests import evaluate
+from tests.lib.models import load_encoder
 from tests.unit.conftest import FIVE, ROOT
 from train import METHODS
 from vit import SIZES
@@ -33,3 +34,12 @@ def test_trained_model(name, monkeypatch):
     monkeypatch.setattr(evaluate, "save_picture", lambda *_: None)     # writes no files
     row, = evaluate.main([str(path), *"--mask_ratios 0.75 --data shapes --eval_images 20".split()])
     assert row["psnr_masked"] == pytest.approx(PSNR[name], abs=0.02)
+
+
+def test_an_encoder_keeps_its_mean_and_std(tmp_path):
+    """They are the file's own, not ImageNet's, and normalize needs them."""
+    own = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    torch.save({**train.read_checkpoint(MODELS / "mae.pt"), **own}, tmp_path / "own.pt")
+    encoder = load_encoder(tmp_path / "own.pt")
+    assert {"mean": encoder.mean, "std": encoder.std} == own
+    assert load_encoder(MODELS / "minr.pt").mean == (0, 0, 0)          # its class's
