@@ -45,7 +45,7 @@ def prepare(flags, here, cls, folder=None):
     the model and both data sets."""
     start = train.NO_CHECKPOINT
     if flags.checkpoint:
-        start = train.read_checkpoint(flags.checkpoint, flags.heads)
+        start = train.read_checkpoint(flags.checkpoint, flags.heads, flags.part)
     name = flags.data or start["flags"].get("data", "shapes")
     img_size = flags.img_size or start["config"].get("img_size")
     data, val, img_size = train.open_data(name, here, img_size, train_images=flags.train_images)
@@ -80,12 +80,15 @@ def prepare(flags, here, cls, folder=None):
 
 
 def run_name(flags):
-    """Name a run after its checkpoint and mode, --data if given, and --labels if below 1."""
+    """Name a run after its checkpoint and mode, --data if given, --labels if below 1, and --part
+    unless it is the encoder."""
     words = [train.name_of(flags.checkpoint), flags.mode] if flags.checkpoint else ["scratch"]
     if flags.data or not flags.checkpoint:
         words.append(train.name_of(flags.data or "shapes"))
     if flags.labels < 1:
         words.append(f"{flags.labels:g}")
+    if flags.part != "encoder":
+        words.append(flags.part)
     return "_".join(words)
 
 
@@ -380,6 +383,8 @@ def main(argv=None, classifier=Classifier):
         train.add_flags(parser, "encoder", {"heads": train.ENCODER["heads"]})
         return evaluate_checkpoint(parser.parse_args(words), classifier)
     train.add_flags(parser, "training images and encoder", train.ENCODER)
+    option("--part", default="encoder", metavar="X",
+           help="which part of the checkpoint to use, e.g. teacher (encoder)")
     option("--labels", type=in_range(float, 1e-6, 1), default=1.0, metavar="X",
            help="use this fraction of each class's labels, at least one per class (1)")
     own, flags = train.arguments_of(classifier)

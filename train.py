@@ -38,17 +38,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from crossmae import CrossMAE
+from crossmae import CrossBlock, CrossMAE
 from hypermae import HyperMAE
 from imae import IMAE, teacher_state
 from mae import MAE
 from minr import MINR
-from vit import (SIZES, InputError, Method, denormalize, from_released, grid_of, mask_noise,
+from vit import (SIZES, Block, InputError, Method, denormalize, from_released, grid_of, mask_noise,
                  normalize, pair, require, sizes_of, transfer)
 
 METHODS = {"mae": MAE, "crossmae": CrossMAE, "hypermae": HyperMAE, "minr": MINR, "imae": IMAE}
@@ -154,7 +155,8 @@ def fit(run, here, model, data, val, transform=None):
         if validate:
             scores, columns = evaluate_psnr(model, val, here, run.mask, most=run.eval_images)
             row.update(scores, **model.scores(data, val, here, run))
-        if validate or time.perf_counter() - saved_at > 60:
+        keep = run.keep_every and epoch % run.keep_every == 0
+        if validate or keep or time.perf_counter() - saved_at > 60:
             save_run(run, here, model, data, optimizer, scaler, history, columns)
             saved_at = time.perf_counter()
             said = [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
@@ -222,11 +224,16 @@ def learning_rate(t, run):
 
 
 def wrap(model, run, here):
-    """Add DistributedDataParallel and torch.compile, as requested."""
+    """Add gradient checkpointing, DistributedDataParallel and torch.compile, as requested."""
     dynamic = model.sizes_vary                             # code for one size is faster
+    if run.grad_checkpointing:
+        for module in model.modules():
+            if isinstance(module, (Block, CrossBlock)):
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     if here.world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if run.compile:
+        torch._dynamo.config.optimize_ddp = not run.grad_checkpointing     # not both
         # CUDA graphs save small models the time of launching kernels. But they reuse memory, where
         # a second piece of --accum would overwrite the first one's gradients
         graphs = here.device.type == "cuda" and here.world == run.accum == 1 and not dynamic
@@ -725,17 +732,21 @@ def name_of(path):
 
 
 def save_run(run, here, model, data, optimizer, scaler, history, columns):
-    """Write last.pt, from which --resume continues, log.jsonl and any new recon.png."""
+    """Write any copy for --keep_every, last.pt, from which --resume continues, log.jsonl and any
+    new recon.png."""
     epoch = history[-1]["epoch"]
     if here.rank > 0:
         return
     require(all(x.isfinite().all() for x in model.state_dict().values()), f"weights are not finite "
             f"after epoch {epoch}: use --clip_grad or a lower --lr")
-    write_file(run.folder / "last.pt", partial(torch.save, dict(
+    save = partial(torch.save, dict(
         method=run.method, config=run.config, classes=data.classes, mean=model.mean, std=model.std,
         flags=dict(run._asdict(), folder=str(run.folder)), model=model.state_dict(),
         optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), epoch=epoch,
-        history=history)))
+        history=history))
+    if run.keep_every and epoch % run.keep_every == 0:     # first: a kill must not skip it
+        write_file(run.folder / f"epoch_{epoch}.pt", save)
+    write_file(run.folder / "last.pt", save)
     write_log(run, here, history, columns)
 
 
@@ -807,9 +818,10 @@ def resume(run, here, model, data, optimizer, scaler):
     return history
 
 
-def read_checkpoint(path, heads=None):
+def read_checkpoint(path, heads=None, part="encoder"):
     """Load a checkpoint, or a folder's last.pt, without executing code in it. Returns a dict: path,
-    model (state dict), config (constructor arguments), method (None if released), mean, ..."""
+    model (state dict), config (constructor arguments), method (None if released), mean, ... Another
+    `part`, e.g. a teacher, can be the encoder: then model has nothing else."""
     path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
     require(path.exists(), f"checkpoint {path} does not exist (released files: see REFERENCE.md)")
     try:
@@ -827,6 +839,16 @@ def read_checkpoint(path, heads=None):
               f"(--heads), and ImageNet's mean and std")
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
+    if part != "encoder":
+        state, sizes = content["model"], config.get(part)
+        prefix = f"{part}.encoder."                        # as in i-MAE
+        if not any(name.startswith(prefix) for name in state):
+            prefix = f"{part}."
+        content["model"] = {name.replace(prefix, "encoder.", 1): x for name, x in state.items()
+                            if name.startswith(prefix)}
+        require(content["model"], f"--part {part}: {path} has only "
+                                  f"{', '.join(dict.fromkeys(x.split('.')[0] for x in state))}")
+        config.update(sizes if isinstance(sizes, dict) else {})        # i-MAE's teacher's
     return {**NO_CHECKPOINT, "mean": cls.mean, "std": cls.std, **content, "config": config,
             "path": str(path)}
 
@@ -980,8 +1002,10 @@ RUN = {
     "runs": (path, "folder for all runs"),
     "name": (path, "name of the run; default: made from method or checkpoint, mode and data"),
     "eval_every": (count, "validate and save every X epochs; default: at most 100 times"),
+    "keep_every": (count, "keep last.pt as epoch_X.pt every X epochs; default: only last.pt"),
     "accum": (count, "number of pieces to split each batch into, to save memory"),
     "clip_grad": (not_negative, "maximum norm of the gradient; default: none"),
+    "grad_checkpointing": (bool, "recompute each block's activations, to save memory"),
     "compile": (bool, "compile the model with torch.compile"),
     "resume": (bool, "continue the run from its last.pt: repeat its command and add this flag"),
     "overwrite": (bool, "replace any existing run of the same name")}
@@ -1009,8 +1033,8 @@ PAIRS = {
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 DEFAULTS = dict(  # of flags that have one default for all runs, also of flags that a mode lacks
     workers=min(16, math.ceil(CORES / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))), amp="auto",
-    seed=0, runs="runs", accum=1, compile=False, resume=False, overwrite=False, mask="random",
-    teacher=None, same_class=None)
+    seed=0, runs="runs", accum=1, grad_checkpointing=False, compile=False, resume=False,
+    overwrite=False, mask="random", teacher=None, same_class=None)
 
 
 class Parser(argparse.ArgumentParser):

@@ -74,6 +74,7 @@ train | --method imae --teacher runs/mae --patch_size 8 | teacher
 eval  | runs/tuned                             | runs/tuned
 eval  | runs/mae runs/large                    | runs/large
 tune  | --data flat/up/data/val/a              | train/CLASS/ ; val/CLASS/
+tune  | --part teacher                         | --part teacher ; last.pt has only ; encoder
 tune  | --pool means                           | --pool means ; joined
 tune  | --dim 32                               | the file has (16, ; the model (32,
 tune  | --mode linear --batch_size 4 --accum 4 | --batch_size 4 ; BatchNorm

@@ -129,10 +129,11 @@ def test_finetuning_and_probing_learn(tune, folder):
 
 
 def test_names_of_runs():
-    """A run is named after its checkpoint and mode, then --data and --labels if they are given."""
+    """A run is named after its checkpoint and mode, then --data, --labels and --part if given."""
     for name, words in {"mae_shapes_linear": "--checkpoint runs/mae_shapes/last.pt --mode linear",
                         "mae_vit_finetune_birds_0.1": "--checkpoint mae_vit.pth --data my/birds "
-                        "--labels 0.1", "scratch_shapes": "--mode scratch"}.items():
+                        "--labels 0.1", "mae_finetune_teacher": "--checkpoint mae.pth --part teacher",
+                        "scratch_shapes": "--mode scratch"}.items():
         assert finetune.run_name(parsed("finetune.py", words)) == name
 
 
@@ -148,6 +149,18 @@ def test_starts(folder, tune):
     old, new = (run["model"]["encoder.pos_embed"] for run in (mae, tuned))
     assert torch.equal(resize_pos_embed(old, (4, 4), (6, 8)), new)
     assert tuned["flags"]["data"] == str(folder) and scratch["flags"]["layer_decay"] == 1.0
+
+
+def test_part(tune):
+    """With --part teacher, the teacher is the encoder (i-MAE's: see test_imae.py)."""
+    content = train.read_checkpoint("runs/mae")
+    content["model"] |= {name.replace("encoder", "teacher", 1): x + 1
+                         for name, x in content["model"].items() if name.startswith("encoder.")}
+    torch.save(content, "taught.pt")
+    a, b = (tune("--checkpoint", "taught.pt", "--epochs", "0", *more, name=f"{len(more)}")[0]
+            for more in ([], ["--part", "teacher"]))
+    for name in ("encoder.cls_token", "encoder.blocks.0.attn.qkv.weight"):
+        assert torch.equal(a["model"][name] + 1, b["model"][name])
 
 
 @pytest.mark.parametrize("mode", ["finetune", "linear"])

@@ -151,6 +151,9 @@ def test_teacher_from_a_checkpoint(pretrain, tmp_path):
         assert model.teacher["encoder"].blocks[0].attn.heads == 2
         teacher = model.teacher.state_dict()
         assert same(teacher, {name: mae["model"][name] for name in teacher})
+        part = train.read_checkpoint("runs/student", part="teacher")   # for finetune.py --part
+        assert part["config"]["heads"] == 2 and same(part["model"], {
+            name: x for name, x in mae["model"].items() if name.startswith("encoder.")})
     other = pretrain("--seed", "1", *micro, "--epochs", "0", name="other")["model"]
     words = ["--method", "imae", "--epochs", "0", "--init"]
     both = pretrain(*words, "runs/student", "--heads", "1", "--teacher", "runs/other",

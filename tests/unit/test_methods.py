@@ -683,16 +683,17 @@ def test_initial_weights(name, tokens):
     assert ViT(dim=96, extra_tokens=60).extra_tokens.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("name, options", [
-    ("mae", dict(decoder_depth=1)), ("crossmae", dict(decoder_depth=1)),
-    ("hypermae", dict(feat2w_depth=1)), ("minr", dict(pixel_fraction=0.3, coord_jitter=True)),
-    ("imae", dict(decoder_depth=1, teacher=TEACHER))])
-def test_compiles_into_one_graph(name, options, monkeypatch):
+@pytest.mark.parametrize("name, options, checkpointing", [
+    ("mae", dict(decoder_depth=1), True), ("crossmae", dict(decoder_depth=1), True),
+    ("hypermae", dict(feat2w_depth=1), False),
+    ("minr", dict(pixel_fraction=0.3, coord_jitter=True), False),
+    ("imae", dict(decoder_depth=1, teacher=TEACHER), False)])
+def test_compiles_into_one_graph(name, options, checkpointing, monkeypatch):
     """No graph breaks, and other images, masks and weights alpha need no new graph."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(name, depth=1, **options)
-    net = train.wrap(model, settings(compile=True), HERE)
+    net = train.wrap(model, settings(grad_checkpointing=checkpointing, compile=True), HERE)
     torch._dynamo.utils.counters.clear()
     for seed in range(2):
         images, noise = (x.roll(seed, 1) for x in images_and_noise())
@@ -740,6 +741,17 @@ def test_cuda_graphs(device, world, accum, sizes_vary, mode, monkeypatch):
     model.sizes_vary = sizes_vary
     train.wrap(model, settings(compile=True, accum=accum), here)
     assert modes == [mode]
+
+
+def test_gradient_checkpointing(pretrain, spy):
+    """Each block's activations are recomputed, and the run stays the same."""
+    a, b = (pretrain("--method", "crossmae", "--epochs", "1", *more, name=f"{len(more)}")
+            for more in ([], ["--grad_checkpointing"]))
+    assert same(a["model"], b["model"])
+    blocks = spy(train, "checkpoint", lambda forward, *_, **__: type(forward.__self__).__name__)
+    net = train.wrap(build("crossmae"), settings(grad_checkpointing=True), HERE)
+    net(*images_and_noise())
+    assert blocks == ["Block"] * 2 + ["CrossBlock"] * 2
 
 
 MAE_RECIPE = dict(  # MAE Table 8, CrossMAE Table 10; crop: the release

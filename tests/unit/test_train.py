@@ -651,8 +651,9 @@ def test_pictures(tmp_path, channels, shown):
     assert (cell[3] == 255).all() and not picture[3, 0].any()          # on a transparent ground
 
 
-def compiled():
-    """Compile an i-MAE in DDP, with buckets of some kB, at which torch.compile cuts the graph."""
+def compiled(checkpointing):
+    """Compile an i-MAE in DDP, with buckets of some kB, at which torch.compile cuts the graph,
+    except with --grad_checkpointing."""
     def backend(graph, _):
         parts.append(graph)
         return graph.forward
@@ -663,16 +664,18 @@ def compiled():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build("imae", decoder_depth=1)
     images, noise = images_and_noise()
-    net = train.wrap(model, settings(compile=True), HERE._replace(world=2))
+    run = settings(compile=True, grad_checkpointing=checkpointing)
+    net = train.wrap(model, run, HERE._replace(world=2))
     with net.no_sync():                                    # for --accum
         assert torch.allclose(net(images, noise, images.flip(0), 0.3)[0],
                               model(images, noise, images.flip(0), 0.3)[0], atol=1e-6)
-    assert len(parts) > 4
+    assert len(parts) == 1 if checkpointing else len(parts) > 4
 
 
-def test_compiling_in_several_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiling_in_several_processes(tmp_path, monkeypatch, checkpointing):
     monkeypatch.chdir(tmp_path)
-    code, lines = ended(fork(compiled))
+    code, lines = ended(fork(compiled, checkpointing))
     assert code == 0 and "Warning" not in str(lines), lines
 
 
@@ -775,6 +778,26 @@ def test_resuming_what_was_not_trained(pretrain):
     pretrain("--epochs", "2", "--resume", name="a")
     assert [row["epoch"] for row in log("a")] == [0, 1, 2]
     assert same(train.read_checkpoint("runs/a")["model"], pretrain(name="b")["model"])
+
+
+def test_keeping_checkpoints(pretrain, monkeypatch):
+    """--keep_every keeps last.pt as it was, also of epochs without a score. A run that is killed
+    while it writes the copy makes it when it resumes, and --overwrite removes copies."""
+    words, write = ["--epochs", "5", "--keep_every", "2", "--eval_every", "5"], train.write_file
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        def stop(path, save):
+            write(path, raises if path.name == "epoch_4.pt" else save)
+        def raises(_):
+            raise KeyboardInterrupt
+        patch.setattr(train, "write_file", stop)
+        pretrain(*words)
+    pretrain(*words, "--resume")
+    files = sorted(path.name for path in Path("runs/mae").glob("*.pt"))
+    assert files == ["epoch_2.pt", "epoch_4.pt", "last.pt"]
+    kept = train.read_checkpoint("runs/mae/epoch_2.pt")
+    assert kept["epoch"] == 2 and len(kept["history"]) == 2 and load_model("runs/mae/epoch_4.pt")
+    pretrain("--overwrite")
+    assert [path.name for path in Path("runs/mae").glob("*.pt")] == ["last.pt"]
 
 
 def test_overwriting(pretrain, monkeypatch):
