@@ -132,8 +132,8 @@ def test_names_of_runs():
     """A run is named after its checkpoint and mode, then --data, --labels and --part if given."""
     for name, words in {"mae_shapes_linear": "--checkpoint runs/mae_shapes/last.pt --mode linear",
                         "mae_vit_finetune_birds_0.1": "--checkpoint mae_vit.pth --data my/birds "
-                        "--labels 0.1", "mae_finetune_teacher": "--checkpoint mae.pth --part teacher",
-                        "scratch_shapes": "--mode scratch"}.items():
+                        "--labels 0.1", "scratch_shapes": "--mode scratch",
+                        "mae_finetune_teacher": "--checkpoint mae.pth --part teacher"}.items():
         assert finetune.run_name(parsed("finetune.py", words)) == name
 
 
