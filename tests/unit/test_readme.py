@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,14 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import finetune
 import train
 from tests import bench, evaluate
+from tests.exercise import EXERCISES
 from tests.lib.models import load_encoder, load_model, to_released
 from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
                                  write_pictures)
-from vit import patchify
+from vit import normalize, patchify
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tests").glob("**/*.md"))]
 
@@ -38,14 +41,19 @@ def desk(tmp_path_factory):
         few_shapes(patch)
         train.main("--epochs 1 --batch_size 20 --workers 0")
         finetune.main("--checkpoint runs/mae_shapes --epochs 0 --workers 0")
-        write_pictures(Path("photos"), "ab", 20, side=32)
+        write_pictures(Path("photos"), "aé", 20, side=32)
+        for name in ("1.jpeg", "1.JPEG", "1.webp", "1.tif"):
+            Image.open("photos/a/1.png").save(f"photos/a/{name}")
         for part, n in (("train", 9), ("val", 3)):
             write_pictures(Path("LABELS", part), "abc", n, side=32)
         for copy in ("photo.jpg", "mask.png"):
             shutil.copy("photos/a/0.png", copy)
         files = sorted(Path("photos").rglob("*.png"))
-        Path("labels.csv").write_text("".join(f"{file},{file.parent.name}\n" for file in files))
-        Path("numbers.csv").write_text("".join(f"{x},{i}\n" for i, x in enumerate(files)))
+        for table, column, cell in (("labels", "class", lambda i: files[i].parent.name),
+                                    ("numbers", "number", str)):       # as Excel writes them
+            rows = "".join(f"{file},{cell(i)}\n" for i, file in enumerate(files))
+            Path(f"{table}.csv").write_text(f"file,{column}\n{rows}\n", "utf-8-sig")
+        scenes_and_masks()
         Path("arrays").mkdir()
         images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), "uint8")
         for i, image in enumerate(images):
@@ -58,6 +66,21 @@ def desk(tmp_path_factory):
                  val_labels=labels[:9])
         Path("tests").symlink_to(ROOT / "tests")
     return root
+
+
+def scenes_and_masks():
+    """Write a scene with room for four tiles and a stack of two slices; and scans whose upper half
+    is missing by their masks."""
+    for folder in ("scenes/a", "scenes/b", "scans", "masks"):
+        Path(folder).mkdir(parents=True)
+    Image.new("RGB", (460, 500)).save("scenes/a/0.png")
+    slices = [Image.new("L", (240, 230), colour) for colour in (50, 200)]
+    slices[0].save("scenes/b/0.tif", save_all=True, append_images=slices[1:])
+    for i, file in enumerate(sorted(Path("photos").rglob("*.png"))):
+        shutil.copy(file, f"scans/{i}.png")
+        mask = Image.new("L", (32, 32))
+        mask.paste(255, (0, 0, 32, 16))
+        mask.save(f"masks/{i}.png")
 
 
 def made_up(name, shape, half):
@@ -77,31 +100,53 @@ def few_shapes(patch):
                   lambda n, size, seed: draw(n // 100 if n >= 1000 else n, size, seed))
 
 
-@pytest.mark.parametrize("piece", python("HOWTO.md"))
-def test_howto(desk, monkeypatch, capsys, piece):
-    """Each answer runs as it stands, for one epoch, and prints the numbers in its comments. Other
-    data than photos train for five, after which the classifier is better than chance."""
+def open_in_ascii(file, mode="r", encoding="ascii", **options):
+    """Do what open does where text is ASCII unless one says otherwise, as Windows' is no UTF-8."""
+    return open(file, mode, encoding=None if "b" in mode else encoding, **options)
+
+
+@pytest.fixture
+def howto(desk, monkeypatch):
+    """howto(piece) runs a piece of HOWTO.md at the desk, for few epochs, and returns its names."""
     monkeypatch.chdir(desk)
     few_shapes(monkeypatch)
-    shown = SimpleNamespace(Image=lambda file: Path(file).read_bytes())
-    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    rows = [{"image": Image.new("L", (32, 32)), "label": i % 2} for i in range(3)]
+    view = nullcontext(SimpleNamespace(cursor=lambda: [(b"0", Path("photo.jpg").read_bytes())]))
+    lmdb = SimpleNamespace(begin=lambda: view)
+    for name, module in (
+            ("IPython.display", dict(Image=lambda file: Path(file).read_bytes())),
+            ("datasets", dict(load_dataset=lambda name, split: rows)),
+            ("lmdb", dict(open=lambda name, **options: lmdb))):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("METHODS", "IMG_EXTENSIONS", "read_image"):           # what a piece replaces comes
         value = getattr(train, name)                                   # back
         monkeypatch.setattr(train, name, dict(value) if isinstance(value, dict) else value)
-    epochs = "5" if "accuracy =" in piece else "1"
-    for module in (train, finetune):
-        main = module.main
-        monkeypatch.setattr(module, "main", lambda words, *more, main=main: main(
-            [*train.words_of(words), "--epochs", epochs, "--workers", "0", "--overwrite"], *more))
+
+    def run(piece):
+        epochs = "5" if "accuracy =" in piece else "1"
+        for module in (train, finetune):
+            main = module.main
+            monkeypatch.setattr(module, "main", lambda words, *more, main=main: main(
+                [*train.words_of(words), "--epochs", epochs, "--workers", "0", "--overwrite"],
+                *more))
+        names = {"__name__": "howto", "open": open_in_ascii}
+        exec(piece, names)
+        return names
+    return run
+
+
+@pytest.mark.parametrize("piece", python("HOWTO.md"))
+def test_howto(howto, capsys, piece):
+    """Each answer runs as it stands, for one epoch, and prints the numbers in its comments. Other
+    data than photos train for five, after which the classifier is better than chance."""
     for module in ("wandb", "tensorboard"):
         if module in piece and not find_spec(module):
             pytest.skip(f"{module} is not installed")
     if not find_spec("onnxscript"):
         piece = re.sub(r"torch\.onnx.*", "", piece)
     capsys.readouterr()
-    names = {"__name__": "howto"}
-    exec(piece, names)
+    names = howto(piece)
     assert names.get("accuracy", 100) > 80                 # of two classes
     if "as_images" in names:                               # a patch of the volume is one patch
         volume, patches = torch.zeros(16, 32, 32), set()
@@ -113,6 +158,102 @@ def test_howto(desk, monkeypatch, capsys, piece):
         assert len(patches) == 4                           # the first two are in the same patch
     wanted = re.findall(r"print\(.*  # ([\d.]+)", piece)
     assert not wanted or capsys.readouterr().out.split() == wanted
+
+
+def piece_with(text):
+    """Return the only piece of HOWTO.md that contains `text`."""
+    found, = [piece for piece in python("HOWTO.md") if text in piece]
+    return found
+
+
+def test_howto_classifies_arrays(howto):
+    """The hint for arrays gives what files give; class names and file names may have accents."""
+    piece = piece_with("classes.csv")
+    hint = re.search(r"array \(h,w,3\): (.*)", piece)[1]
+    tables = []
+    for code in (piece, piece.replace("read_image(file) ", hint + "  ").replace(
+            "            photo =", "            array = np.array(Image.open(file))\n"
+            "            photo =", 1)):
+        howto(f"import numpy as np\nfrom PIL import Image\n{code.replace('photos', 'photos/é')}")
+        tables.append(Path("classes.csv").read_text("utf-8"))
+    assert tables[0] == tables[1] and tables[0].count("photos/é/") == 20
+
+
+def test_howto_scores(howto, capsys):
+    """The AUROC is that of ranks, which is 0.5 for a class that always has the same probability."""
+    names = howto(piece_with("auroc ="))
+    a, b = names["a"].tolist(), names["b"].tolist()
+    pairs = [1 if x > y else 0.5 if x == y else 0 for x in a for y in b]
+    assert names["auroc"].item() == pytest.approx(sum(pairs) / len(pairs))
+    *_, found = re.findall(r"(\d+)% of (\d+), F1 (\d.\d+)", capsys.readouterr().out)
+    recall, total, f1 = map(float, found)
+    guessed = names["confusion"][:, -1].sum().item()
+    assert f1 == pytest.approx(2 * recall / 100 * total / (total + guessed), abs=0.01)
+
+
+def test_howto_reads_tables(howto):
+    """A table's head, mark and blank lines are no images. A missing file is an error."""
+    piece = piece_with("labels.csv")
+    howto(piece)
+    links = [*Path("fold0").glob("*/*/*")]
+    assert {link.parent.name for link in links} == {"a", "é"} and len(links) == 40
+    assert all(link.exists() for link in links)
+    with pytest.raises(FileNotFoundError, match="lost.png"):
+        howto(piece.replace("csv.DictReader(file)", '[{"file": "lost.png", "class": "a"}]'))
+
+
+@pytest.mark.parametrize("channels", (2, 6))
+def test_howto_reads_other_channels(howto, channels):
+    """from_mae turns RGB weights into those for any number of channels."""
+    piece = piece_with("NirMAE").replace("(n, 4, 32, 32)", f"(n, {channels}, 32, 32)")
+    names = howto(piece.replace("part(400)", "part(40)"))
+    run, start = (train.read_checkpoint(x)["model"] for x in ("runs/nir", "tests/models/mae.pt"))
+    assert run["encoder.patch_embed.weight"].shape == (64, 16 * channels)
+    new = names["NirMAE"].from_mae(load_model("runs/nir", train.METHODS), start)
+    old = start["encoder.patch_embed.weight"].unflatten(1, (16, 3))
+    new = new["encoder.patch_embed.weight"].unflatten(1, (16, channels))
+    assert torch.equal(new[..., :3], old[..., :channels])
+    assert torch.allclose(new[..., 3:], old.mean(2, keepdim=True).expand_as(new[..., 3:]))
+
+
+def test_howto_reads_bands_last(howto):
+    """Arrays of 64 x 64 pixels and 13 bands have 13 channels."""
+    rng = np.random.default_rng(0)
+    for file in Path("arrays").glob("*.npy"):
+        np.save(file, rng.integers(0, 4096, (64, 64, 13), "uint16"))
+    howto(piece_with("BandsMAE"))
+    config = train.read_checkpoint("runs/bands_arrays")["config"]
+    assert config["in_chans"] == 13 and config["img_size"] == (64, 64)
+
+
+def test_howto_copies_all_images(howto):
+    """Shrinking reads all image files, tiles come from all slices, and packed data are unpacked."""
+    howto(piece_with("thumbnail"))
+    names = [{x.name for x in Path(folder, "a").iterdir()} for folder in ("photos", "small")]
+    assert names[0] == names[1] and {"1.jpeg", "1.JPEG", "1.webp", "1.tif"} <= names[0]
+    howto(piece_with("ImageSequence"))
+    tiles = [Image.open(file) for file in sorted(Path("tiles").iterdir())]
+    assert [x.size for x in tiles] == 6 * [(224, 224)]
+    assert [x.getextrema() for x in tiles[4:]] == [(50, 50), (200, 200)]
+    howto(piece_with("lmdb"))
+    assert {*map(str, Path("LABELS/val").glob("[01]/*"))} == {
+        f"LABELS/val/{i % 2}/{i}.png" for i in range(3)}
+    assert train.read_image("photos/lmdb_0.jpg").shape == (3, 32, 32)
+
+
+def test_howto_ignores_missing_pixels(howto):
+    """Patches without pixels are masked, and pixels that are missing do not change the loss."""
+    names = howto(piece_with("KnownMAE"))
+    model, images = load_model("runs/known_scans", train.METHODS), names["images"][3:7]
+    labels, noise = torch.arange(3, 7), torch.rand(4, 64)
+    _, noise, known = model.draw_batch([images], labels, noise)
+    _, ids_mask, mask = model.encoder.mask(images, noise, 0.75)
+    assert mask.view(4, 8, 8)[:, :4].all() and mask.sum() == 4 * 48
+    other = torch.where(names["masks"][3:7], 255 - images, images)
+    with torch.no_grad():
+        losses = [model(normalize(x, model), noise, known)[0]
+                  for x in (images, other, 255 - images)]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_commands_of_howto(desk, monkeypatch):
@@ -311,3 +452,16 @@ def test_the_papers_tables_as_flags():
                 parsed(script, words)
                 count += 1
     assert count > 150
+
+
+def test_teach(tmp_path, monkeypatch, capsys):
+    """TEACH.md's piece for notebooks checks an exercise and writes a tour. Each exercise has
+    points."""
+    monkeypatch.chdir(tmp_path)
+    piece, = [x for x in python("TEACH.md") if "exercise" in x]
+    exec(piece, {})
+    assert "mae.MAE.forward is right" in capsys.readouterr().out
+    assert Path("tour_mae.html").exists()
+    text = (ROOT / "tests/docs/TEACH.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [123] \| (.*) \|$", text, re.MULTILINE)
+    assert sorted(re.findall(r"`(.*?)`", "".join(rows))) == sorted(EXERCISES)
