@@ -130,7 +130,7 @@ def layer_decay_groups(model, weight_decay, layer_decay):
 
 
 def keep_labels(data, fraction, seed):
-    """Return `data` with only a fraction of each class's images, at least one, as seeded."""
+    """Return `data` with only a fraction of each class's images, at least one, drawn by `seed`."""
     g, chosen = torch.Generator().manual_seed(seed), []
     for c in range(len(data.classes)):
         ids = (data.labels == c).nonzero().flatten()

@@ -310,7 +310,7 @@ def derive(recipe, chosen, images, val_images, lr_scale):
         clamped = min(max(batch, default), full)
         lr = values["blr"] * full / 256                    # at the recipe's batch
         lr *= (clamped / full) ** (1 if values["optimizer"] == "sgd" else 1 / 4)
-        lr *= batch / clamped                              # 1 from the default to the recipe's
+        lr *= batch / clamped              # below the default and above the recipe's batch
     warmup_epochs = recipe["warmup_epochs"] * more * min(1, run_epochs / epochs)
     derived = dict(batch_size=default, lr=lr * lr_scale, epochs=epochs, warmup_epochs=warmup_epochs,
                    eval_every=max(1, run_epochs // 50, math.ceil(val_images / images)))
@@ -319,8 +319,8 @@ def derive(recipe, chosen, images, val_images, lr_scale):
 
 
 def encoder_sizes(flags, img_size, saved):
-    """Return the encoder's constructor arguments. Of these sources, later ones win:
-    the defaults, `saved` (a checkpoint's config or {}), --size, its own flag."""
+    """Return the encoder's constructor arguments. Of these sources, later ones win: the defaults,
+    `saved` (a checkpoint's config or {}), --size, and flags for one argument, e.g. --dim."""
     patch_size = []
     for side in img_size:                                  # the patch is the next lower divisor
         most = 16 if side >= 128 else min(side, max(4, side // 8))
