@@ -350,8 +350,8 @@ class Method(nn.Module):
         return [normalize(x, self) if x.ndim == 4 else x for x in piece]
 
     def before_step(self, progress, optimizer):
-        """Called before each optimizer step, e.g. to change weight decay in optimizer.param_groups.
-        progress, in [0, 1), is the completed fraction of the run."""
+        """Called at the beginning of each step, before draw_batch, e.g. to change weight decay in
+        optimizer.param_groups. progress, in [0, 1), is the completed fraction of the run."""
 
     def after_step(self, progress):
         """Called after each optimizer step, e.g. to move a teacher. progress is in (0, 1]."""

@@ -78,8 +78,8 @@ class Case:
 
     def step(self):
         """Take a training step as train.fit does, without cropping, and return its loss."""
-        batch = self.model.draw_batch(*self.inputs)
         self.model.before_step(0.5, self.optimizer)
+        batch = self.model.draw_batch(*self.inputs)
         metrics = train.train_step(self.run, self.here, self.model, self.net, self.optimizer,
                                    self.scaler, batch, 0)
         self.model.after_step(0.5)

@@ -30,7 +30,7 @@ from tests.lib.masks import copy_visible, fixed_noise
 from tests.lib.models import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
 from train import IMAE, METHODS, center_crop, read_image, shell
-from vit import ViT, denormalize, normalize, require, unpatchify, visible_count
+from vit import Method, ViT, denormalize, normalize, require, unpatchify, visible_count
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "tests/models"
@@ -539,6 +539,9 @@ def tour_method(args):
             default = "" if value == parameter.default else f" (default {parameter.default})"
             options.append(f"{name}={value}{default}")
     path, *files = (str(x).removeprefix(f"{ROOT}/") for x in (path, *files))
+    hooks = [x for x in ("draw_images", "draw_batch", "model_inputs", "before_step", "after_step")
+             if getattr(cls, x) is not getattr(Method, x)]
+    more += f"Before or after what is shown, training calls {', '.join(hooks)}. " * bool(hooks)
     about = (f"{args.method} from {path}, in evaluation mode, on {' and '.join(files)}. {more}"
              f"Options: {', '.join(options)}.")
     docs = [sys.modules[x.__module__].__doc__ or "" for x in (*cls.__mro__, ViT)]

@@ -46,7 +46,7 @@ def test_a_step_is_the_loops(monkeypatch):
         monkeypatch.setattr(METHODS["mae"], name, lambda *inputs, name=name, method=method: (
             called.append(name), method(*inputs))[1])
     bench.main("--warmup 0 --steps 2 --method mae --batch_size 2".split())
-    steps = ["draw_batch", "before_step", "after_step"]
+    steps = ["before_step", "draw_batch", "after_step"]
     assert called[1:] == steps * (len(called) // 3) and len(called) > 3        # torch also warms up
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (DataDependentOutputException,
 import finetune
 import train
 from tests.lib.models import load_encoder, load_model
-from tests.unit.conftest import HERE, TINY, same, settings, together
+from tests.unit.conftest import HERE, TINY, same, settings, stopping_after_two, together
 from tests.unit.golden import in_loss_space
 from train import IMAE, METHODS
 from vit import (InputError, Method, ViT, gather_patches, mask_noise, normalize,
@@ -248,15 +248,16 @@ def test_each_option_changes_what_it_names(name, options):
 
 
 def three_steps(name, flipped=False, **options):
-    """Return the losses of three training steps, and then a prediction, if there is one."""
+    """Return the losses of three training steps, then numbers that are other ones if a prediction,
+    a parameter or a buffer is."""
     model, (images, noise), seen = build(name, **options), images_and_noise(4), []
     noise = noise.flip(1) if flipped else noise
     crops = [(50 * images + 128).clamp(0, 255)[:, [c % 3 for c in range(len(model.mean))]]]
     optimizer = torch.optim.SGD(model.parameter_groups(settings()), lr=0.01)
     for step in range(3):
         torch.manual_seed(step)                            # what the model draws for itself
-        batch = model.draw_batch(crops * model.crops, torch.zeros(4, dtype=torch.long), noise)
         model.before_step(step / 3, optimizer)
+        batch = model.draw_batch(crops * model.crops, torch.zeros(4, dtype=torch.long), noise)
         loss = model(*model.model_inputs(*batch))[0]
         loss.backward()
         optimizer.step()
@@ -265,7 +266,7 @@ def three_steps(name, flipped=False, **options):
         seen.append(loss.item())
     if model.reconstruct:
         seen.append(model.reconstruct(normalize(crops[0], model), noise)[0].sum().item())
-    return seen
+    return seen + [x.double().norm().item() for x in model.state_dict().values()]
 
 
 def others(argument, value):
@@ -283,7 +284,7 @@ def others(argument, value):
                                                         "mask")])
 def test_your_arguments_do_something(name, argument):
     """Another value of an argument changes the losses or, of one that no method here has, at least
-    the prediction."""
+    the prediction or the weights."""
     cls, usual, tried = METHODS[name], three_steps(name), []
     known = {"mask", *train.arguments_of(type("All", (cls,), dict(unused=())))[0]}
     assert {*cls.unused} <= known, f"`unused` has {sorted({*cls.unused} - known)}: no arguments"
@@ -637,7 +638,21 @@ def test_init_loads_everything(name, pretrain, folder):
     words = ["--method", name, "--epochs", "0", "--data", data_for(name, folder)]
     a = pretrain(*words, name="a", own=flags(BASE[name]))
     b = pretrain(*words, "--seed", "1", "--init", "runs/a", name="b", own=flags(BASE[name]))
-    assert same(a["model"], b["model"]), "--init leaves something random: is it a buffer?"
+    wrong = [x for x in a["model"] if not torch.equal(a["model"][x], b["model"][x])]
+    assert not wrong, f"--init leaves something random, e.g. {wrong[0]}: by from_mae? A buffer?"
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_your_method_resumes(name, pretrain, folder, monkeypatch):
+    """A run that was interrupted ends as one that was not."""
+    words = ["--method", name, "--epochs", "3", "--data", data_for(name, folder)]
+    whole = pretrain(*words, name="whole", own=flags(BASE[name]))
+    with stopping_after_two(monkeypatch):
+        pretrain(*words, name="part", own=flags(BASE[name]))
+    part = pretrain(*words, "--resume", name="part", own=flags(BASE[name]))
+    assert same(whole["model"], part["model"]), (
+        "a resumed run differs: set what depends on progress in before_step, and keep what cannot "
+        "be computed in a buffer that is saved")
 
 
 @pytest.mark.parametrize("name", FORKS)
