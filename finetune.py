@@ -52,7 +52,7 @@ def prepare(flags, here, cls, folder=None):
     odd = ", ".join(sorted({*data.classes} ^ {*val.classes})[:5])
     require(len(data.classes) > 1 and data.classes == val.classes, f"--data {name} needs two or "
             f"more train/CLASS/ and the same val/CLASS/, not {len(data.classes)} and "
-            f"{len(val.classes)}{f' (only in one: {odd})' if odd else ''}. To split folders CLASS/, "
+            f"{len(val.classes)}{f' (only in one: {odd})' * bool(odd)}. To split folders CLASS/, "
             f"see \"folds\" in tests/docs/HOWTO.md")
     if start.get("classes", data.classes) != data.classes:             # the head is for others
         start["model"] = {k: x for k, x in start["model"].items() if not k.startswith("head.")}
@@ -265,11 +265,11 @@ LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 # ours: what --recipe small replaces of the above, see tests/docs/RECIPE.md and train.derive
 SMALL_LINEAR = dict(
-    batch_size=128, epochs=10, warmup_epochs=1, for_images=10_000, crop=0.5, **PLAIN)
+    batch_size=128, epochs=10, warmup_epochs=1, for_images=10_000, up_to=10, crop=0.5, **PLAIN)
 SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85)
 RECIPES = {  # for each mode: the paper's recipe and the small one
     "finetune": (FINETUNE, dict(SMALL, layer_decay=0.9)), "linear": (LINEAR, SMALL_LINEAR),
-    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, width_power=1.5))}  # item 8
+    "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, width_power=1.5, up_to=50))}  # item 8
 
 
 # ------------------------------------------------------------------------------------- evaluation

@@ -284,7 +284,7 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
             require(values[low] < values[high] or values[high] == 0,
                     f"--{low} {values[low]} must be below --{high} {values[high]}")
     origin = {name: source for source, layer in layers.items() for name in layer
-              if name in {*own, *paper, *small, "lr", "min_lr"} - {"width_power", "for_images"}}
+              if name in {*own, *paper, *small, "lr", "min_lr"} - RULES}
     values.update(**sizes, **facts, images=images, config=config, origin=origin)
     return namedtuple("Settings", values)(**values)
 
@@ -292,14 +292,14 @@ def settle(flags, sizes, paper, small, images, val_images, lr_scale=1.0, own={},
 def derive(recipe, chosen, images, val_images, lr_scale):
     """Return the settings that depend on others, without those in `chosen` (tests/docs/RECIPE.md):
         batch_size: the recipe's or, if lower, the largest power of two up to a tenth of the images
-        epochs: the recipe's, times for_images / images if there are fewer, up to 50 times
+        epochs: the recipe's, times for_images / images if there are fewer, at most up_to times
         warmup_epochs: the recipe's fraction of its epochs, but not more with more --epochs
         lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) from the
             recipe's batch on; below, Adam's falls with the fourth root, down to the default batch
         eval_every: at most 100 validations a run, as a rule on no more images than it trains on
     """
     full, more = recipe["batch_size"], recipe.get("for_images", images) / images
-    more = min(max(more, 1), 50)
+    more = min(max(more, 1), recipe.get("up_to", 50))
     epochs = round(recipe["epochs"] * more)
     run_epochs, default = chosen.get("epochs", epochs), full
     if full > images / 10:
@@ -1022,7 +1022,8 @@ RECIPE = {
     "warmup_epochs": (not_negative, "epochs of linear warmup; default: less with fewer --epochs"),
     "crop": (fraction, "minimum area of the random crop, as a fraction of the image; 1: no crop"),
     "flip": (bool, "random horizontal flip")}
-IN_RECIPE = {*RECIPE, "schedule", "width_power", "for_images", "mask", "clip_grad"} - {"recipe"}
+RULES = {"width_power", "for_images", "up_to"}             # of recipes, see settle and derive
+IN_RECIPE = {*RECIPE, *RULES, "schedule", "mask", "clip_grad"} - {"recipe"}
 PRETRAINING = {
     "init": (path, "checkpoint that initialises the encoder and, if it fits, the decoder"),
     "mask": (("random", "grid", "block"), "pattern of the masks")}
