@@ -485,8 +485,8 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear --recipe paper", 160, 10_000,
      dict(optimizer="sgd", batch_size=512, lr=0.1 * 512 / 256)),
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear", 160, 200, dict(epochs=100)),
-    *[(f"--checkpoint {ROOT}/tests/models/mae.pt", 32, n, dict(epochs=epochs)) for n, epochs in
-      ((60, 100), (999, 100), (1001, 100), (5_000, 20), (10_001, 10))],
+    *[(f"--checkpoint {ROOT}/tests/models/mae.pt --mode finetune", 32, n, dict(epochs=epochs))
+      for n, epochs in ((60, 100), (999, 100), (1001, 100), (5_000, 20), (10_001, 10))],
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode finetune", 32, 50_000,
      dict(lr=2e-3, batch_size=64, layer_decay=0.9, crop=0.85, smoothing=0.1))])
 def test_settings(monkeypatch, tmp_path, words, side, n, wanted):
