@@ -41,7 +41,7 @@ TINY = dict(img_size=(32, 48), patch_size=4, in_chans=3, dim=80, depth=4, heads=
 
 def masks(model):
     """Return whether noise and mask_ratio decide which patches are visible."""
-    return hasattr(model, "mask_ratio") and not {"mask", "mask_ratio"} & {*model.unused}
+    return hasattr(model, "mask_ratio") and "mask_ratio" not in model.unused
 
 
 def letters(model):
@@ -460,7 +460,7 @@ def strip_of(model, inputs, calls):
     elif more and more[0].ndim == 4:
         shown["its second view"] = more[0]
     if not hasattr(model, "unmix") and getattr(model, "reconstruct", None):
-        decoded = {"": model.reconstruct(image, noise)[0]}
+        decoded[""], mask = model.reconstruct(image, noise)
     if masks(model) and noise.shape[1:] == (encoder.num_patches,):
         _, ids_mask, mask = encoder.mask(image, noise, model.mask_ratio)
         shown["masked"] = seen.where(encoder.pixels_of(mask) == 0, torch.nan)

@@ -309,8 +309,8 @@ def test_what_draw_batch_returns(case, tmp_path, monkeypatch):
             if case == "own ids":
                 return self.encode(images, noise).square().mean(), {}
             return super().forward(images, noise)
-    Fork.reconstruct = None if case != "a number" else MAE.reconstruct
-    Fork.unused = ("mask", "mask_ratio") if case == "own masks" else ()
+    Fork.reconstruct = MAE.reconstruct if case in ("a number", "own masks") else None
+    Fork.unused = ("mask", "mask_ratio") if case == "own masks" else ("mask",)
     Fork.__module__, Fork.__doc__ = "mae", "Fork."
     monkeypatch.setitem(train.METHODS, "fork", Fork)
     if case == "no masks":
