@@ -508,9 +508,16 @@ def open_tensors(file, parts):
 
 def photos_in(root, least=1):
     """Return the image files below a folder, also through links, as tuples of names below it, e.g.
-    ("cat", "1.png"), without HIDDEN ones. A note counts other files."""
-    photos, others = [], Counter()
-    for folder, _, files in sorted(os.walk(root, followlinks=True)):
+    ("cat", "1.png"), without HIDDEN ones and runs. A note counts other files."""
+    photos, others, walked, seen = [], Counter(), [], set()
+    for folder, inner, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or "log.jsonl" in files:           # links in a circle; a run's recon.png
+            inner.clear()
+        else:
+            walked.append((folder, files))
+        seen.add(real)
+    for folder, files in sorted(walked):
         above = Path(folder).relative_to(root).parts
         for name in [(*above, file) for file in sorted(files)]:
             if not any(x.startswith(HIDDEN) for x in name):
@@ -529,8 +536,10 @@ def photos_in(root, least=1):
 def list_part(folder):
     """Return (files, labels, classes) of train/ or val/. Folders with images are the classes, and
     images beside them are left out. Without such folders, images are unlabelled."""
-    names = photos_in(folder)
-    names = sorted((x for x in names if len(x) > 1), key=lambda x: x[0]) or names
+    found = photos_in(folder)
+    names = sorted((x for x in found if len(x) > 1), key=lambda x: x[0]) or found
+    if len(names) < len(found):
+        print(f"note    {folder}: {len(found) - len(names)} images beside its folders are left out")
     classes = sorted({x[0] for x in names if len(x) > 1})
     index = {name: i for i, name in enumerate(classes)}
     return [os.path.join(folder, *x) for x in names], [index.get(x[0], -1) for x in names], classes
@@ -540,8 +549,9 @@ def list_photos(root, parts):
     """Return (files, labels, classes) for each of the `parts` of a folder without labels: "train",
     "val" or "all". A hash of each file's name holds out 5% as val."""
     names = photos_in(root, least=2)                       # one for training, one for validation
-    inside = ["/".join(name) for name in names if "train" in name[:-1]]
-    require(not inside, f"--data {root}: pass the folder that has train/, see {inside[:1]}")
+    inside = ["/".join(x) for x in names if {"train", "training"} & {*map(str.lower, x[:-1])}]
+    require(not inside, f"--data {root}: pass the folder that has train/ (in lower case), or the "
+                        f"one with only training images, see {inside[:1]}")
     files = [os.path.join(root, *name) for name in names]
     codes = [zlib.crc32(os.fsencode("/".join(name))) for name in names]
     # a fixed threshold, so that new files do not move old ones; at least one image in each part
@@ -854,13 +864,14 @@ def read_checkpoint(path, heads=None, part="encoder"):
 
 
 def model_of(content, cls):
-    """Return the model of a checkpoint, a `cls`. Raises InputError if `cls` lacks an argument that
-    the file has, as the file of a Classifier's subclass may."""
+    """Return the model of a checkpoint, a `cls`. Raises InputError if `cls` lacks an argument or a
+    parameter that the file has, as the file of a Classifier's subclass may."""
     spec = inspect.getfullargspec(cls.__init__)
-    more = content["config"].keys() - {*spec.args, *spec.kwonlyargs}
-    require(spec.varkw or not more, f"{content['path']} has {', '.join(sorted(more))}, which class "
-            f"{cls.__name__} lacks: use the file's own class (its script, or in load_model)")
-    model = cls(**content["config"])
+    more = [] if spec.varkw else content["config"].keys() - {*spec.args, *spec.kwonlyargs}
+    model = None if more else cls(**content["config"])
+    more = sorted(more or content["model"].keys() - model.state_dict().keys())
+    require(not more, f"{content['path']} has {', '.join(more[:3])}, which class {cls.__name__} "
+                      f"lacks: use the file's own class (its script, or in load_model)")
     model.load_state_dict(content["model"])
     return model
 
@@ -978,7 +989,8 @@ def betas(text):
 
 count, not_negative = in_range(int, 1), in_range(float, 0)
 fraction, path = in_range(float, 0, 1), os.path.expanduser         # notebooks do not expand ~
-MEANT = {"--learning_rate": "--lr", "--output_dir": "--runs", "--input_size": "--img_size"}
+MEANT = {"--learning_rate": "--lr", "--output_dir": "--runs", "--input_size": "--img_size",
+         "--gpu": "--device", "--checkpoint": "--init"}
 PARSERS = {tuple: word_or_numbers, list: word_or_numbers, type(None): str}         # of arguments
 
 # flags, {name: (type or choices, help)}
@@ -1043,12 +1055,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         known = self._option_string_actions
-        for word in re.findall(r"(?<!\S)-[\w-]+", message):
+        for word in re.findall(r"(?<!\S)--?[\w-]{3,}", message):
             name = "--" + word.strip("-").replace("-", "_")
             for near in difflib.get_close_matches(MEANT.get(name, name), known, 1, 0.7):
                 message += f"; see {near}: {known[near].help.replace('%%', '%')}"
         if re.match("unrecognized arguments: [^-]", message):          # e.g. --flip False
-            message += "; flags like --resume, --flip and --no-flip take no value"
+            message += ("; flags like --resume, --flip and --no-flip take no value, and others one: "
+                        "--img_size 48,64")
         super().error(message)
 
 
@@ -1110,7 +1123,8 @@ def words_of(argv):
 def shell(main, **options):
     """Run main(**options) for a script. Invalid input ends it with one line and exit code 2."""
     with suppress(AttributeError):                         # of IDLE's or a notebook's stdout
-        sys.stdout.reconfigure(line_buffering=True)        # a log file shows each epoch at once
+        # a log file shows each epoch at once, on Windows with any names of classes
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         main(**options)
     except (InputError, OSError) as error:

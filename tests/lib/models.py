@@ -16,7 +16,8 @@ def load_model(source, methods=METHODS):
     is a path or what read_checkpoint returns. Raises InputError if its method is unknown."""
     content = source if isinstance(source, dict) else read_checkpoint(source)
     require(content["method"] in methods, f"{content['path']} has the method {content['method']}, "
-            f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py")
+            f"not {', '.join(methods)}; a method of your own must be in METHODS of train.py, "
+            f"and a classifier is evaluated by finetune.py --mode eval")
     model = model_of(content, methods[content["method"]])
     model.class_names = content.get("classes", [])
     return model.eval()

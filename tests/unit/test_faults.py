@@ -522,9 +522,11 @@ def test_what_a_file_of_tensors_must_hold(tmp_path, refused, monkeypatch, train_
 
 LAYOUTS = {  # files: parts of the message, or (images, classes) of train and val
     "x/train/a/0.png x/val/a/1.png": "the folder that has train/",
-    "images/train/0.png images/val/1.png labels/0.txt": "has train/, see ; images/train/0.png",
+    "images/train/0.png images/val/1.png labels/0.txt": "has train/ ; images/train/0.png",
     "train/a/0.png train/b/1.png":
         "has no val/, but train/: ; \"folds\" in tests/docs/HOWTO.md ; to pretrain ; {}/train",
+    "Training/a/0.png Testing/a/1.png": "has train/ (in lower case) ; see ['Training/a/0.png']",
+    "0.png 1.png runs/mae/log.jsonl runs/mae/recon.png": (1, "", 1, ""),       # not a run's
     "train/0.png test/1.png": "has no val/, but test/, train/: rename ; --data {}/train",
     "val/a/0.png": "has no train/, but val/: ; --data {}/val",
     "train/a/0.gif val/a/0.png": "{}/train has 0 images",

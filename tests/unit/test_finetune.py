@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torchvision.transforms import v2
 
 import finetune
@@ -223,6 +224,16 @@ def test_a_file_of_another_class(tune, monkeypatch, refused):
     refused(finetune.main, words, wrong)
     with pytest.raises(InputError, match=wrong):
         load_model("runs/tuned", {"classifier": Classifier})
+    class Deeper(Classifier):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.hidden = nn.Linear(2, 2)
+    content = train.read_checkpoint("runs/tuned")
+    config = {k: x for k, x in content["config"].items() if k != "frozen"}
+    model = Deeper(**config).state_dict()
+    torch.save({**content, "config": config, "model": model}, "deeper.pt")
+    refused(finetune.main, "--mode eval --checkpoint deeper.pt --workers 0", "hidden.bias, hidden.w",
+            "which class Classifier lacks")
     assert finetune.main(words, Own)["top1"] == row["top1"]
     assert load_model("runs/tuned", {"classifier": Own}).class_names == ["a", "b"]
 

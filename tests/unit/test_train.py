@@ -114,6 +114,7 @@ def test_what_is_an_image(tmp_path, capsys):
     write_pictures(root, "ab", 3, side=1)
     write_pictures(tmp_path / "other", "c", 3, side=1)
     (root / "c").symlink_to(tmp_path / "other/c")
+    (root / "c/again").symlink_to(root)                    # a circle
     for name in ("._0.png", ".ipynb_checkpoints/1.png", "A.JPG", "a.heic", "c.gif", ".DS_Store",
                  "b.JFIF", "d.gif", "README", "Thumbs.db",
                  "@eaDir/0.png/SYNOFILE_THUMB_M.png", "../.ipynb_checkpoints/0.png", "../@eaDir/x"):
@@ -127,6 +128,9 @@ def test_what_is_an_image(tmp_path, capsys):
     files = [file for file in map(os.fsdecode, data.images) if "/b/" in file]
     assert [os.path.basename(file) for file in files] == [
         "0.png", "1.png", "2.png", "A.JPG", "b.JFIF"] and data.classes == [*"abc"]
+    (root / "loose.png").touch()
+    train.find_images(tmp_path / "data", ["train"], HERE, None)
+    assert f"note    {root}: 1 images beside its folders are left out" in capsys.readouterr().out
 
 
 def test_the_size_is_of_a_sample(tmp_path):
