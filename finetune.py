@@ -265,8 +265,8 @@ LINEAR = dict(  # MAE Table 10, with SGD instead of LARS (item 3)
     warmup_epochs=10, smoothing=0.0, layer_decay=1.0, **PLAIN)
 # ours: what --recipe small replaces of the above, see tests/docs/RECIPE.md and train.derive
 SMALL_LINEAR = dict(
-    batch_size=128, epochs=10, warmup_epochs=1, for_images=10_000, up_to=10, crop=0.5, **PLAIN)
-SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85)
+    batch_size=128, epochs=10, warmup_epochs=1, for_images=10_000, crop=0.5, **PLAIN)
+SMALL = dict(SMALL_LINEAR, batch_size=64, lr=2e-3, crop=0.85, up_to=10)
 RECIPES = {  # for each mode: the paper's recipe and the small one
     "finetune": (FINETUNE, dict(SMALL, layer_decay=0.9)), "linear": (LINEAR, SMALL_LINEAR),
     "scratch": (dict(FINETUNE, layer_decay=1.0), dict(SMALL, width_power=1.5, up_to=50))}  # item 8
@@ -341,10 +341,10 @@ def evaluate_checkpoint(flags, cls):
     name = flags.data or content["flags"].get("data", "shapes")
     val, img_size = train.open_data(name, here, config["img_size"], parts=["val"])
     classes = content.get("classes", val.classes)          # in order; a released file has no names
-    odd = ", ".join(sorted({*val.classes} ^ {*classes})[:5])
+    odd = sorted({*val.classes} ^ {*classes})[:5]
     require(val.classes == classes and len(classes) == config["classes"],
-            f"the {config['classes']} classes of {flags.checkpoint} are not the {len(val.classes)} "
-            f"of {name}{f' (only in one: {odd})' * bool(odd)}")
+            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
+            f"{'only in one: ' * bool(odd)}{', '.join(odd or val.classes[:5])}")
     model = train.model_of({**content, "config": config}, cls).to(here.device)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))

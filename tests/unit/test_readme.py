@@ -199,7 +199,7 @@ def test_howto_reads_tables(howto):
     assert {link.parent.name for link in links} == {"a", "é"} and len(links) == 40
     assert all(link.exists() for link in links)
     with pytest.raises(FileNotFoundError, match="lost.png"):
-        howto(piece.replace("csv.DictReader(file)", '[{"file": "lost.png", "class": "a"}]'))
+        howto(piece.replace("csv.DictReader(file, skipinitialspace=True)", '[{"file": "lost.png", "class": "a"}]'))
 
 
 @pytest.mark.parametrize("channels", (2, 6))

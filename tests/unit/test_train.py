@@ -488,7 +488,7 @@ def test_weight_decay_is_not_of_biases_and_norms(pretrain):
     ("--mode scratch --size base", 32, 50_000, dict(lr=1e-3 * 1024 / 256, randaug=27, mixup=0.8)),
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear --recipe paper", 160, 10_000,
      dict(optimizer="sgd", batch_size=512, lr=0.1 * 512 / 256)),
-    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear", 160, 200, dict(epochs=100)),
+    (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode linear", 160, 200, dict(epochs=500)),
     *[(f"--checkpoint {ROOT}/tests/models/mae.pt --mode finetune", 32, n, dict(epochs=epochs))
       for n, epochs in ((60, 100), (999, 100), (1001, 100), (5_000, 20), (10_001, 10))],
     (f"--checkpoint {ROOT}/tests/models/tiny.pt --mode finetune", 32, 50_000,
