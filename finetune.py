@@ -341,10 +341,11 @@ def evaluate_checkpoint(flags, cls):
     name = flags.data or content["flags"].get("data", "shapes")
     val, img_size = train.open_data(name, here, config["img_size"], parts=["val"])
     classes = content.get("classes", val.classes)          # in order; a released file has no names
-    odd = sorted({*val.classes} ^ {*classes})[:5]
+    odd, said = ", ".join(sorted({*val.classes} ^ {*classes})[:5]), "it has no val/CLASS/"
+    if val.classes:
+        said = f"only in one: {odd}" if odd else f"their order is {', '.join(val.classes[:5])}"
     require(val.classes == classes and len(classes) == config["classes"],
-            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
-            f"{'only in one: ' * bool(odd)}{', '.join(odd or val.classes[:5])}")
+            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: {said}")
     model = train.model_of({**content, "config": config}, cls).to(here.device)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))

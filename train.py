@@ -512,7 +512,8 @@ def photos_in(root, least=1):
     photos, others, walked, seen = [], Counter(), [], set()
     for folder, inner, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen or "log.jsonl" in files:           # links in a circle; a run's recon.png
+        # links in a circle; a run, with its recon.png
+        if real in seen or {"last.pt", "log.jsonl"} <= {*files}:
             inner.clear()
         else:
             walked.append((folder, files))
@@ -1060,7 +1061,7 @@ class Parser(argparse.ArgumentParser):
             for near in difflib.get_close_matches(MEANT.get(name, name), known, 1, 0.7):
                 message += f"; see {near}: {known[near].help.replace('%%', '%')}"
         if re.match("unrecognized arguments: [^-]", message):          # e.g. --flip False
-            message += ("; flags like --resume, --flip and --no-flip take no value, and others one: "
+            message += ("; flags like --resume, --flip and --no-flip take no value, others one: "
                         "--img_size 48,64")
         super().error(message)
 

@@ -526,7 +526,8 @@ LAYOUTS = {  # files: parts of the message, or (images, classes) of train and va
     "train/a/0.png train/b/1.png":
         "has no val/, but train/: ; \"folds\" in tests/docs/HOWTO.md ; to pretrain ; {}/train",
     "Training/a/0.png Testing/a/1.png": "has train/ (in lower case) ; see ['Training/a/0.png']",
-    "0.png 1.png runs/mae/log.jsonl runs/mae/recon.png": (1, "", 1, ""),       # not a run's
+    "0.png 1.png runs/mae/log.jsonl runs/mae/last.pt runs/mae/recon.png": (1, "", 1, ""),
+    "0.png a/1.png a/log.jsonl": (1, "", 1, ""),           # not a run
     "train/0.png test/1.png": "has no val/, but test/, train/: rename ; --data {}/train",
     "val/a/0.png": "has no train/, but val/: ; --data {}/val",
     "train/a/0.gif val/a/0.png": "{}/train has 0 images",

@@ -186,7 +186,8 @@ def test_classes_of_a_checkpoint(tune, folder, refused):
     """Evaluation compares the names of classes in their order: with b, a, accuracy would be 0."""
     tune("--epochs", "0")
     val = train.open_data(str(folder), HERE, parts=["val"])[0]
-    for names, words in (["b", "a"], "b, a"), (["a", "b", "c"], "only in one: c"):
+    for names, words in ((["b", "a"], "b, a"), (["a", "b", "c"], "only in one: c"),
+                         ([], "it has no val/CLASS/")):
         torch.save({"val": (val.images, val.labels, names)}, "other.pt")
         refused(finetune.main, "--mode eval --checkpoint runs/tuned --data other.pt",
                 "runs/tuned", "other.pt", words)
