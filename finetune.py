@@ -345,7 +345,8 @@ def evaluate_checkpoint(flags, cls):
     if val.classes:
         said = f"only in one: {odd}" if odd else f"their order is {', '.join(val.classes[:5])}"
     require(val.classes == classes and len(classes) == config["classes"],
-            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: {said}")
+            f"the {config['classes']} classes of {flags.checkpoint} are not those of {name}: "
+            f"{said}")
     model = train.model_of({**content, "config": config}, cls).to(here.device)
     row = evaluate(model.classify, val, here, img_size, flags.eval_images)
     print(as_text(row, val, name, flags.eval_images))
