@@ -41,16 +41,19 @@ from tests.lib.plot import as_table, draw
 from train import METHODS, count, in_range
 from vit import SIZES, InputError, require
 
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef     # what can have a docstring
 PIXELS = "random 0.750 psnr_masked"                        # a number from tests.evaluate
 COLUMNS = {  # column: what evaluates it
     "pixels": "-m tests.evaluate {file} --mask_ratios 0.75",
     "20-NN": "finetune.py --mode knn --checkpoint {file} --seed {seed}",
     "linear": "finetune.py --mode linear --checkpoint {file} --seed {seed}",
     **{f"{labels:.0%}": f"finetune.py --labels {labels} --checkpoint {{file}} --seed {{seed}}"
-       for labels in (0.01, 0.1, 1)}}
+       for labels in (0.01, 0.1, 1)},
+    "10%x20": "finetune.py --labels 0.1 --epochs 20 --checkpoint {file} --seed {seed}"}
 TITLES = {PIXELS: "PSNR of masked pixels, dB", "20-NN": "20-NN accuracy, %",
           "linear": "linear accuracy, %", "1%": "fine-tuned, 1% of labels, %",
-          "10%": "fine-tuned, 10% of labels, %", "100%": "fine-tuned, all labels, %"}
+          "10%": "fine-tuned, 10% of labels, %", "100%": "fine-tuned, all labels, %",
+          "10%x20": "fine-tuned for 20 epochs, 10% of labels, %"}
 
 
 # ------------------------------------------------------------------------------------ what to run
@@ -62,9 +65,9 @@ def method_of(spec):
 
 
 def source_of(spec):
-    """Return a number for the code, without its comments, of vit.py, of a spec's class and of this
-    class's parents. Those in braces count as well. Of a file in tests/, only these classes count,
-    without their decorators."""
+    """Return a number for the code, without comments and docstrings, of vit.py, of a spec's class
+    and of this class's parents. Those in braces count as well. Of a file in tests/, only these
+    classes count, without their decorators."""
     classes = [cls for each in (spec, *re.findall(r"{(.*?)}", spec))
                for cls in method_of(each).__mro__]
     modules = {"vit", *(cls.__module__ for cls in classes)}
@@ -74,6 +77,9 @@ def source_of(spec):
         if cls.__module__.startswith("tests."):
             trees.append(ast.parse(inspect.getsource(cls)))
             trees[-1].body[0].decorator_list.clear()
+    for node in [node for tree in trees for node in ast.walk(tree)]:
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            del node.body[0]
     return f"{zlib.crc32(''.join(map(ast.unparse, trees)).encode()):08x}"
 
 
@@ -356,10 +362,12 @@ def say_lengths(args):
     said = [f"pretraining {args.epochs} epochs of {n} images"]
     for column in args.columns:
         if column not in ("pixels", "20-NN"):
-            labels = n if column == "linear" else round(n * float(column.strip("%")) / 100)
+            share, _, typed = column.partition("%x")
+            labels = n if column == "linear" else round(n * float(share.strip("%")) / 100)
             paper, ours = finetune.RECIPES["linear" if column == "linear" else "finetune"]
             recipe = {**paper, **ours} if narrow else paper
-            epochs = {**recipe, **train.derive(recipe, {}, labels, labels, 1)}["epochs"]
+            derived = train.derive(recipe, {}, labels, labels, 1)
+            epochs = typed or {**recipe, **derived}["epochs"]
             said.append(f"{column} {epochs} of {labels}")
     print(f"each method and seed: {', '.join(said)}", flush=True)
 

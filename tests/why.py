@@ -576,7 +576,7 @@ def measure(names, more):
         reference = VARIATIONS[name].reference
         groups.setdefault(reference, [reference]).append(name)
     for reference, specs in groups.items():
-        columns = ["pixels", "20-NN", *["10%"] * (method_of(reference) in FEATURES)]
+        columns = ["pixels", "20-NN", *["10%x20"] * (method_of(reference) in FEATURES)]
         plans.append(compare.plan([
             *specs, "--data", default_data(), "--train_images", "10000", "--seeds", "0",
             "--out", "runs/why.jsonl", "--columns", *columns, *more]))

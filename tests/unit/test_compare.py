@@ -46,17 +46,20 @@ def test_commands(spec, monkeypatch):
         assert last.teacher == f"R/{first.name}/last.pt"
     assert {key: (run.mode, run.labels) for key, run in columns.items() if key != "pixels"} == {
         "20-NN": ("knn", 1), "linear": ("linear", 1), "1%": ("finetune", 0.01),
-        "10%": ("finetune", 0.1), "100%": ("finetune", 1)}
+        "10%": ("finetune", 0.1), "100%": ("finetune", 1), "10%x20": ("finetune", 0.1)}
+    assert columns["10%x20"].epochs == 20
     monkeypatch.setattr(compare.method_of(spec), "reconstruct", None)
     assert "pixels" not in dict(compare.chain(spec, ARGS, 5, "R"))
 
 
 def test_lengths(folder, capsys):
     """The epochs that are said first are those of finetune.py."""
+    columns = ["pixels", "20-NN", "linear", "10%", "100%", "10%x20"]
     compare.say_lengths(SimpleNamespace(data=str(folder), size="micro", epochs=3, train_images=None,
-                                        columns=["pixels", "20-NN", "linear", "10%", "100%"]))
+                                        columns=columns))
     said = capsys.readouterr().out
     assert said.startswith("each method and seed: pretraining 3 epochs of 40 images, linear ")
+    assert said.endswith(", 10%x20 20 of 4\n")
     for mode, labels, column in (("linear", 1, "linear"), ("finetune", 0.1, "10%"),
                                  ("finetune", 1, "100%")):
         flags = parsed("finetune.py", ["--mode", mode, "--labels", f"{labels}", "--data",
@@ -67,7 +70,7 @@ def test_lengths(folder, capsys):
 
 
 def test_changed_code_is_another_run(monkeypatch, tmp_path):
-    """Code of the class, of its parents and of vit.py counts, but no comments."""
+    """Code of the class, of its parents and of vit.py counts, but no comments or docstrings."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(compare.vit, "__file__", str(tmp_path / "vit.py"))
     files = {"vit": "x = 1", "parent_of": "class Parent:\n    a = 1", "imae": "c = 1",
@@ -77,7 +80,7 @@ def test_changed_code_is_another_run(monkeypatch, tmp_path):
     monkeypatch.setitem(compare.METHODS, "mine", importlib.import_module("mine").Mine)
     first = compare.source_of("mine:teacher={imae}")
     for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(f"{text}  # a comment")
+        (tmp_path / f"{name}.py").write_text(f'"""About it."""\n{text}  # a comment')
         assert compare.source_of("mine:teacher={imae}") == first
         (tmp_path / f"{name}.py").write_text(text.replace("1", "2"))
         assert compare.source_of("mine:teacher={imae}") != first
