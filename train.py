@@ -934,7 +934,8 @@ def settings_restored():
 def start_processes(flags):
     """Return this process's Process. Under torchrun, joins the process group."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    rank, local_rank = (int(os.environ[x]) if world > 1 else 0 for x in ("RANK", "LOCAL_RANK"))
+    given = os.environ if world > 1 else {}                # without torchrun, one GPU per machine
+    rank, local_rank = (int(given.get(x, 0)) for x in ("RANK", "LOCAL_RANK"))
     if rank > 0:
         sys.stdout = open(os.devnull, "w")                 # only rank 0 prints
     exists = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
@@ -1056,11 +1057,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         known = self._option_string_actions
-        for word in re.findall(r"(?<!\S)--?[\w-]{3,}", message):
-            name = "--" + word.strip("-").replace("-", "_")
+        for word in re.findall(r"(?<!\S)[-–—]+[\w-]{3,}", message):  # dashes: from a pasted text
+            name = "--" + word.strip("-–—").replace("-", "_")
             for near in difflib.get_close_matches(MEANT.get(name, name), known, 1, 0.7):
                 message += f"; see {near}: {known[near].help.replace('%%', '%')}"
-        if re.match("unrecognized arguments: [^-]", message):          # e.g. --flip False
+        if re.match("unrecognized arguments: [^-–—]", message):        # e.g. --flip False
             message += ("; flags like --resume, --flip and --no-flip take no value, others one: "
                         "--img_size 48,64")
         super().error(message)

@@ -37,6 +37,7 @@ COMMANDS = """
 train | --epoch 5                              | --epoch
 train | --batch-size 4                         | arguments: --batch-size 4 ; see --batch_size:
 train | -learning-rate=4 --prediction_ratio 1  | -learning-rate=4 --prediction_ratio 1 ; see --lr:
+train | –mask_ratio .5                         | arguments: –mask_ratio .5 ; see --mask_ratio:
 train | --flip False                           | arguments: False ; --no-flip ; no value
 train | --resume runs/mae                      | arguments: runs/mae ; --resume ; no value
 train | --device cuda:1                        | 'cuda:1' ; CUDA_VISIBLE_DEVICES=1

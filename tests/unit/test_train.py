@@ -688,6 +688,7 @@ def test_compiling_in_several_processes(tmp_path, monkeypatch, checkpointing):
 def two_steps(folder):
     """Pretrain on files, fine-tune, and classify by neighbours in one process, as scripts do. Each
     leaves the process's settings as they were."""
+    os.environ.pop("LOCAL_RANK")                           # as without torchrun
     def state():
         return (torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled(),
                 torch.get_rng_state().tolist(), sys.stdout)
