@@ -53,7 +53,7 @@ def prepare(flags, here, cls, folder=None):
     require(len(data.classes) > 1 and data.classes == val.classes, f"--data {name} needs two or "
             f"more train/CLASS/ and the same val/CLASS/, not {len(data.classes)} and "
             f"{len(val.classes)}{f' (only in one: {odd})' * bool(odd)}. To split folders CLASS/, "
-            f"see \"folds\" in tests/docs/HOWTO.md")
+            f"or sort images into them, see \"folds\" in tests/docs/HOWTO.md")
     if start.get("classes", data.classes) != data.classes:             # the head is for others
         start["model"] = {k: x for k, x in start["model"].items() if not k.startswith("head.")}
     data = keep_labels(data, flags.labels, flags.seed)

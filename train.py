@@ -169,7 +169,7 @@ def fit(run, here, model, data, val, transform=None):
     if here.rank == 0:
         with suppress(ImportError, InputError):            # a copy without tests/; an empty log
             from tests.curves import conclude              # only here: tests import train
-            conclude(run, data.classes)
+            conclude(run, data.classes if data.classes == val.classes else ())
     return history[-1]
 
 
@@ -848,6 +848,9 @@ def read_checkpoint(path, heads=None, part="encoder"):
         content = dict(method=None, config=sizes_of(state, path, heads), model=state)
         print(f"note    {path} names no method: assuming {content['config']['heads']} heads "
               f"(--heads), and ImageNet's mean and std")
+    else:                                                  # one's own loop may save a wrapped model
+        content["model"] = {re.sub(r"^(_orig_mod\.|module\.)+", "", name): x
+                            for name, x in content["model"].items()}
     cls, config = METHODS.get(content["method"], MAE), {"in_chans": 3, **content["config"]}
     config.update({name: pair(config[name]) for name in ("img_size", "patch_size")})
     if part != "encoder":
@@ -1115,8 +1118,10 @@ def arguments_of(cls):
 
 
 def words_of(argv):
-    """Return argv, a list or a string, as a list of words; by default, sys.argv[1:]."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Return argv, a list or a string, as a list of words; by default, sys.argv[1:] or, in a
+    notebook, where these are the kernel's, none."""
+    if argv is None:
+        argv = [] if "kernel_launcher" in sys.argv[0] else sys.argv[1:]
     if isinstance(argv, str) and sys.platform == "win32":  # a backslash escapes nothing: C:\photos
         return [word.replace("\0", "\\") for word in shlex.split(argv.replace("\\", "\0"))]
     return shlex.split(argv) if isinstance(argv, str) else [str(word) for word in argv]

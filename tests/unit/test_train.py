@@ -634,6 +634,28 @@ def test_paths(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")          # where a backslash is no escape
     assert train.words_of(r"""--data C:\Users\ann --runs "D:\my runs\\x" --name 'a "b" \c' """) == [
         "--data", r"C:\Users\ann", "--runs", r"D:\my runs\\x", "--name", r'a "b" \c']
+    monkeypatch.setattr(sys, "argv", ["/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert train.words_of(None) == []
+
+
+def test_wrapped_models(tmp_path):
+    """A checkpoint of one's own loop may have a compiled or distributed model's names."""
+    for prefix in ("module.", "_orig_mod.", "_orig_mod.module."):
+        own = train.read_checkpoint(ROOT / "tests/models/mae.pt")
+        wrapped = {prefix + name: x for name, x in own["model"].items()}
+        torch.save({**own, "model": wrapped}, tmp_path / "own.pt")
+        assert same(train.read_checkpoint(tmp_path / "own.pt")["model"], own["model"])
+
+
+def test_next_command(folder, tmp_path, monkeypatch, capsys):
+    """Images in val/ without classes cannot be used for fine-tuning."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "photos")
+    for file in [*Path("photos/val").glob("*/*")]:
+        file.rename(f"photos/val/{file.parent.name}_{file.name}")
+    train.main(["--data", "photos", *TINY, "--epochs", "0"])
+    assert "next    python finetune.py --checkpoint runs/mae_photos --data LABELS" in (
+        capsys.readouterr().out)
 
 
 def test_flags_do_something(pretrain):
