@@ -42,9 +42,9 @@ def decoder_attention(mae, images):
     one mask token, averaged over tokens and images and summed over heads. It also has the share
     that goes to all visible tokens.
 
-    A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block, the 50
-    visible and 147 masked tokens together get about 16. Its last row also sums over blocks. Table 6
-    counts blocks from 1, this function from 0."""
+    CrossMAE's A.1 averages over blocks and heads. But Table 6 must sum over heads: in each block,
+    the 50 visible and 147 masked tokens together get about 16. Its last row also sums over blocks.
+    Table 6 counts blocks from 1, this function from 0."""
     noise = fixed_noise(mae.encoder, images)
     seen = 1 + visible_count(mae.encoder.num_patches, mae.mask_ratio)  # with the class token
     attended = 0                                           # mean over images, summed part by part

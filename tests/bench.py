@@ -2,8 +2,8 @@
 
     python -m tests.bench --method mae crossmae:prediction_ratio=0.25 hypermae --size base
 
-A method may have its own flags of train.py after colons: mae:amp=bf16:compile. Flags that are not
-listed below are for all methods. The methods take turns, for --steps training steps each (their
+A method may have its own flags of train.py after colons: mae:amp=bf16:compile. All other flags of
+train.py apply to all methods. The methods take turns, for --steps training steps each (their
 draw_batch, forward, backward, optimizer) on a batch of random images. Without a GPU, the defaults
 are ViT-micro and 32 pixels. The columns:
 

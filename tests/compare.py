@@ -84,7 +84,8 @@ def source_of(spec):
 
 
 def python(spec):
-    """Return how a spec's commands begin. A program in tests/ that defines a method runs them."""
+    """Return how a spec's commands begin: with `python`, and with `-m MODULE` if a module in tests/
+    defines the method."""
     module = method_of(spec).__module__
     return ["python", *["-m", module] * module.startswith("tests.")]
 

@@ -327,13 +327,14 @@ def remove(folder, name, message):
 
 
 def refuse(message):
-    """End the program with one line. (Students edit vit.py, so that it may not be importable.)"""
+    """End the program with one line. (Not by InputError: students edit vit.py, so importing it may
+    fail.)"""
     sys.exit(f"tests.exercise: error: {message}")
 
 
 def remove_here(names):
-    """Remove the bodies of these exercises from the working tree. Raises InputError instead if
-    `git restore` could not bring one of them back."""
+    """Remove the bodies of these exercises from the working tree. Refuses if `git restore` could
+    not bring one of them back."""
     for name in names:
         file = file_of(name)
         body = body_of(name, (ROOT / file).read_text(encoding="utf-8"))

@@ -5,8 +5,9 @@
 
 The page, tour_METHOD.html, shows the code that ran: docstrings and comments are on the left, shapes
 and pictures of what each line made on the right. Click a line with a triangle to open the functions
-it calls. A table leads from the paper's sections and equations to the lines. Lines are found by
-tracing, so your own method needs nothing in this file. No page needs a network or JavaScript.
+it calls, or "why?" to read what happens without the line. A table leads from the paper's sections
+and equations to the lines. Lines are found by tracing, so your own method needs nothing in this
+file. No page needs a network or JavaScript.
 """
 
 import argparse
@@ -31,6 +32,11 @@ from tests.lib.models import NORM_PIX_LOSS, load_any
 from tests.lib.trace import flatten, statements, tensors, trace
 from train import IMAE, METHODS, center_crop, read_image, shell
 from vit import Method, ViT, denormalize, normalize, require, unpatchify, visible_count
+
+try:
+    from tests.why import at_lines
+except ImportError:                                        # students' copies may lack it
+    at_lines = dict
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "tests/models"
@@ -310,6 +316,23 @@ def items_of(path):
         f"</div>" for n, text in items)
 
 
+def whys(path, first, last):
+    """Return a button for each variation of these lines in tests.why, as HTML."""
+    found = [x for i in range(first, last + 1) for x in at_lines().get((Path(path).name, i), ())]
+    return "".join(f'<button type="button" popovertarget="why-{anchor}">why?</button> '
+                   for anchor, *_ in found)
+
+
+def answers(html):
+    """Return what the buttons of `whys` in the HTML show."""
+    asked = {*re.findall(r'popovertarget="why-(.*?)"', html)}
+    return "".join(
+        f'<div popover id="why-{anchor}"><b>{escape(found.question)}</b><br>{escape(found.paper)}'
+        f"<br>{escape(f'Measured with python -m tests.why {found.spec}: {words}.' * bool(words))}"
+        f"</div>" for all_found in at_lines().values() for anchor, found, words in all_found
+        if anchor in asked)
+
+
 def row(path, left, first, last, note, made, kind="row"):
     """Return lines of a file as HTML, without comments and the first `left` columns, between a note
     and what they made."""
@@ -341,7 +364,8 @@ def cells(s, first, i, steps, known, model):
     above = " ".join(x.lstrip("# ") for x in s.above.values() if first == s.first)
     told = [split_comment(x) for x in [f"# {above}", *own.values()]]
     letters = ", ".join(filter(None, [shape for shape, _ in told]))
-    notes = "<br>".join(as_html(text, s.path) for _, text in told if text)
+    notes = [as_html(text, s.path) for _, text in told if text] + [whys(s.path, first, i)]
+    notes = "<br>".join(filter(None, notes))
     makers = [] if s.only_names or i < s.last else steps
     made = made_by(makers)
     words = [numbers_of(made, makers)]
@@ -443,7 +467,7 @@ def page(text, about, known, strip, call, model):
     return Template(page).substitute(
         title=escape(title), diagram=diagram, idea="".join(parts), strip=strip, legend=legend,
         letters=spans, about=escape(about), paper=paper, lines=lines,
-        items="".join(map(items_of, files)))
+        items="".join(map(items_of, files)) + answers(lines))
 
 
 # ------------------------------------------------------------------------------- the command line

@@ -5,6 +5,7 @@
     python -m tests.why mae.l1 mae:crop=1 --seeds 0 1 2 --jobs 2
     python -m tests.why mae                        # all variations of MAE
     python -m tests.why all --seeds 0 1 2 --out tests/logs/why.jsonl
+    python -m tests.why --page                     # write that log's tables into WHY.md, and why.svg
 
 A variation changes one thing in a method: `mae:crop=1` is the method mae with a flag of train.py,
 and `mae.l1` is a class below. The method and its variations are trained on 10,000 images, of
@@ -22,7 +23,8 @@ Programs know the classes below if `-m tests.why` is put before their names:
 import argparse
 import importlib
 import re
-from collections import namedtuple
+from collections import defaultdict, namedtuple
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from unittest.mock import patch
@@ -40,11 +42,14 @@ from imae import IMAE
 from mae import MAE
 from minr import MINR
 from tests import compare
+from tests.lib.plot import draw_bars
 from train import METHODS, shell, words_of
 from vit import ViT, gather_patches, patchify, require
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG = ROOT / "tests/logs/why.jsonl"
+LOG, PAGE = ROOT / "tests/logs/why.jsonl", ROOT / "tests/docs/WHY.md"
+COLUMNS = {"pixels": compare.PIXELS, "20-NN": "20-NN", "fine-tuned": "10%x20"}         # on the page
+UNITS = {"pixels": "dB", "20-NN": "points", "fine-tuned": "points"}
 REFERENCES = {"imae": "imae:teacher={mae}"}                # if it is not the method without flags
 FEATURES = ("mae", "crossmae", "imae")                     # methods that are also fine-tuned
 
@@ -556,15 +561,21 @@ def default_data():
     return next((copies[path] for path in copies if Path(path).exists()), "shapes")
 
 
+def place_of(found):
+    """Return the number of a variation's line in its file, from 1 on, and this line's code."""
+    code = (ROOT / found.file).read_text(encoding="utf-8")
+    number = code[:code.index(found.line)].count("\n")
+    return number + 1, code.splitlines()[number].strip()
+
+
 def describe(found, in_full):
     """Print a variation: its question and, `in_full`, its line with its number, and the paper's
     answer."""
     if not in_full:
         print(f"{found.spec:{max(map(len, VARIATIONS))}}  {found.question}")
         return
-    code = (ROOT / found.file).read_text(encoding="utf-8")
-    number = code[:code.index(found.line)].count("\n")
-    print(f"\n{found.spec}\n  {found.file}, line {number + 1}: {code.splitlines()[number].strip()}"
+    number, code = place_of(found)
+    print(f"\n{found.spec}\n  {found.file}, line {number}: {code}"
           f"\n  Why?   {found.question}\n  Paper: {found.paper}")
 
 
@@ -597,6 +608,76 @@ def measure(names, more):
     return len(failed)
 
 
+# --------------------------------------------------------------------------------------- the page
+def recorded():
+    """Return the Numbers of LOG. If a run is there twice, the later line counts."""
+    lines = {(x["encoder"], x["seed"], x["column"]): x for x in compare.read_lines(LOG)}
+    return compare.Numbers([*lines.values()][-1]["table"], lines.values())
+
+
+def differences(numbers, found):
+    """Return {column: how a variation differs from its reference}, for the COLUMNS that were
+    measured with three seeds; bold if clear."""
+    found = {name: numbers.minus(found.spec, found.reference, column)
+             for name, column in COLUMNS.items()}
+    return {name: text for name, text in found.items() if text}
+
+
+def verdict(minus):
+    """Say in words what is clear in `differences`."""
+    clear = [f"{name} {'worse' if '-' in text else 'better'}" for name, text in minus.items()
+             if "**" in text]
+    return ", ".join(clear) or ("no clear difference" if minus else "not measured")
+
+
+@cache
+def at_lines():
+    """Return {(file, line number): [(anchor in WHY.md, variation, words on what changes)]}."""
+    numbers, found_at = recorded(), defaultdict(list)
+    for found in VARIATIONS.values():
+        minus = differences(numbers, found)
+        words = ", ".join(f"{name} {text.strip('*')} {UNITS[name]}" for name, text in minus.items())
+        found_at[found.file, place_of(found)[0]].append(
+            (compare.slug(found.spec), found, f"{words} ({verdict(minus)})" if minus else ""))
+    return found_at
+
+
+def tables():
+    """Return {method: the rows of its table in WHY.md}. References come before what is compared
+    with them."""
+    numbers, rows = recorded(), {}
+    for found in VARIATIONS.values():
+        number, _ = place_of(found)
+        minus, reference = differences(numbers, found), f"| `{found.reference}`"
+        table = rows.setdefault(method_of(found.spec), [])
+        if not any(row.startswith(reference) for row in table):
+            cells = [numbers.cell(found.reference, column) for column in COLUMNS.values()]
+            table.append(f"{reference} | as it is | {' | '.join(cells)} | |")
+        cells = [minus.get(name, "") for name in COLUMNS]
+        table.append(
+            f'| <a id="{compare.slug(found.spec)}"></a>[`{found.line.strip()}`](../../{found.file}'
+            f"#L{number})<br>`{found.spec}` | {found.question}<br>*{found.paper}* | "
+            f"{' | '.join(cells)} | {verdict(minus)} |")
+    return rows
+
+
+def write_page():
+    """Replace the tables in WHY.md, and draw why.svg: MAE's clear and other differences."""
+    text = PAGE.read_text(encoding="utf-8")
+    for method, rows in tables().items():
+        head = ["| line, variation | question, *the paper's answer* | pixels, dB | 20-NN, points | "
+                "fine-tuned, points | with this change |", "|---|---|---|---|---|---|"]
+        before, after = text.split(f"<!-- {method} -->\n")
+        text = "\n".join([f"{before}<!-- {method} -->", *head, *rows, after[after.index("\n\n") + 1:]])
+    PAGE.write_text(text, encoding="utf-8")
+    numbers, bars = recorded(), {}
+    for found in VARIATIONS.values():
+        if found.reference == "mae":
+            name = re.sub(r"^mae[.:]", "", found.spec).replace("_", " ")
+            bars[name] = differences(numbers, found)
+    draw_bars(ROOT / ".github/why.svg", {name: x for name, x in bars.items() if x}, UNITS)
+
+
 def main(argv=None):
     """Run `python -m tests.why` with the arguments `argv`. Returns the number of failed commands,
     or what another program returns."""
@@ -605,6 +686,8 @@ def main(argv=None):
     with patch.dict(METHODS, CLASSES):
         if re.search(r"^-m$|\.py$|^tests\.", " ".join(words[:1])):
             return run_program(words)
+        if words == ["--page"]:
+            return write_page()
         if not asked and words:                            # --help
             print(__doc__)
             return 0

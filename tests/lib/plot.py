@@ -120,6 +120,41 @@ def draw(path, panels, per_row=3):
         *parts, "</svg>\n"]), encoding="utf-8")
 
 
+def draw_bars(path, rows, columns):
+    """Write an SVG file with a panel of bars for each of `columns` {title: unit}, and a row for each
+    of `rows`: {label: {column: a signed number as text, bold (**-0.3**) or not}}. Bars of bold
+    numbers are full, others pale. A panel ends at the fourth largest number; longer bars are cut
+    off there, and show their number."""
+    left, height, width = 330, 34, (WIDTH - 330) / len(columns)
+    parts, y = [], 50
+    values = {column: {label: float(found[column].strip("*")) for label, found in rows.items()
+                       if column in found} for column in columns}
+    for label in rows:
+        y += height
+        parts.append(text(left - 12, y, label, anchor="end"))
+    for i, (column, unit) in enumerate(columns.items()):
+        zero, size = left + width * (i + 0.5), width / 2 - 10
+        most = sorted(map(abs, values[column].values()))[-4:][0] or 1
+        parts += [text(zero, 30, column, "title"),
+                  f'<path class="grid" d="M{zero:.1f} 48V{y + 12}"/>',
+                  text(zero, y + 44, f"\u00b1{most:g} {unit}")]
+        for j, (label, value) in enumerate((x, values[column].get(x)) for x in rows):
+            if value is None:
+                continue
+            length, sign = size * min(1, abs(value) / most), 1 if value > 0 else -1
+            pale = "" if "*" in rows[label][column] else " dot"
+            middle = 50 + height * (j + 1) - 7
+            parts.append(f'<path class="bar c{int(value < 0)}{pale}" d="M{zero:.1f} {middle}h'
+                         f'{sign * length:.1f}"/>')
+            if abs(value) > most:
+                parts.append(text(zero - sign * size / 2, middle + 7, f"{value:+g}"))
+    style = STYLE + ".bar { stroke: currentColor; stroke-width: 20 }"
+    path.write_text("\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {y + 60}">',
+        f'<style>{style}</style><rect class="back" width="100%" height="100%" rx="6"/>',
+        *parts, "</svg>\n"]), encoding="utf-8")
+
+
 def as_table(rows):
     """Format rows, dicts with the same keys, as aligned columns."""
     rows = [rows[0].keys(), *(row.values() for row in rows)]

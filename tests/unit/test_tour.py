@@ -23,7 +23,7 @@ from hypermae import HyperMAE
 from imae import IMAE
 from mae import MAE
 from minr import MINR
-from tests import analyses, tour
+from tests import analyses, compare, tour
 from tests.lib.models import load_model
 from tests.unit.conftest import FIVE, HERE, ROOT
 from tests.tour import TINY, flatten, letters, main, trace
@@ -231,6 +231,25 @@ def test_page(name, tmp_path):
     source = (ROOT / f"{name}.py").read_text().splitlines()
     links = re.findall(rf'<a href="#{name}.py-(\d+)"><text.*?>(\w+)', page)
     assert len(links) > 5 and all(re.search(rf"\b{x}\b", source[int(i) - 1]) for i, x in links)
+
+
+def test_why(tmp_path, monkeypatch):
+    """A line with a variation in tests.why has a button, which shows the question, the paper's
+    answer and what was measured. Without tests.why, as in handouts, there are none."""
+    main(["mae", "--out", str(tmp_path / "x.html")])
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    row, = re.findall(r'<div class="note">([^\n]*?)</div><pre>[^\n]*?loss = \(pred - ', page)[-1:]
+    assert 'popovertarget="why-mae.l1">why?' in row.rpartition('<div class="note">')[2]
+    answer = html.unescape(re.search(r'<div popover id="why-mae.l1">(.*?)</div>', page)[1])
+    assert answer.startswith("<b>Why the squared error") and "the mean squared error." in answer
+    measured, = re.findall(r"python -m tests.why mae.l1: pixels ([+-][\d.]+) dB, 20-NN", answer)
+    log = compare.read_lines(ROOT / "tests/logs/why.jsonl")
+    a, b = ([x["numbers"][compare.PIXELS] for x in log if x["column"] == "pixels"
+             and x["encoder"] == spec] for spec in ("mae.l1", "mae"))
+    assert float(measured) == pytest.approx(sum(a) / len(a) - sum(b) / len(b), abs=0.0051)
+    monkeypatch.setattr(tour, "at_lines", dict)
+    main(["mae", "--out", str(tmp_path / "x.html")])
+    assert "why?" not in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_pictures():

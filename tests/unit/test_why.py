@@ -162,6 +162,58 @@ def test_altered_encoders(folder, tmp_path, monkeypatch, refused, spy):
     assert "F.relu" in (tmp_path / "tour.html").read_text()
 
 
+def wrong_numbers():
+    """Return the numbers in WHY.md's and README.md's sentences that differ from the log: links such
+    as [-2.9 dB](#mae.l1), [+0.1 points in 20-NN](...) and [**-3.1 points fine-tuned**](...), bold
+    if clear."""
+    numbers, found, wrong = why.recorded(), {compare.slug(x): x for x in why.VARIATIONS}, []
+    columns = {"dB": "pixels", "points in 20-NN": "20-NN", "points fine-tuned": "fine-tuned"}
+    text = "".join((ROOT / page).read_text(encoding="utf-8").replace("\n", " ")
+                   for page in ("tests/docs/WHY.md", "README.md"))
+    cited = re.findall(
+        r"\[(\**)([+-][\d.]+) ([\w -]+?)\**\]\((?:tests/docs/WHY.md)?#(.*?)\)", text)
+    for bold, number, unit, anchor in cited:
+        minus = why.differences(numbers, why.VARIATIONS[found[anchor]])
+        if minus.get(columns[unit]) != f"{bold}{number}{bold}":
+            wrong.append((anchor, unit, number))
+    assert len(cited) > 8
+    return wrong
+
+
+def test_page(monkeypatch, tmp_path):
+    """WHY.md's tables, its sentences' numbers and why.svg are those of the log; with another log,
+    each of them is wrong. Links to lines lead to them."""
+    page, svg = why.PAGE.read_text(encoding="utf-8"), (ROOT / ".github/why.svg").read_text()
+    monkeypatch.setattr(why, "PAGE", tmp_path / "WHY.md")
+    monkeypatch.setattr(why, "ROOT", tmp_path)
+    (tmp_path / ".github").mkdir()
+    for file in {found.file for found in why.VARIATIONS.values()}:
+        (tmp_path / file).symlink_to(ROOT / file)
+
+    def written():
+        why.PAGE.write_text(page, encoding="utf-8")
+        why.write_page()
+        return why.PAGE.read_text(encoding="utf-8"), (tmp_path / ".github/why.svg").read_text()
+    assert written() == (page, svg), "run `python -m tests.why --page`"
+    assert wrong_numbers() == []
+    for name, file, line in re.findall(r"\[(\w+)\]\(../../(\w+.py)#L(\d+)\)", page):
+        assert f"def {name}(" in (ROOT / file).read_text().splitlines()[int(line) - 1]
+    lines = why.LOG.read_text().splitlines()
+    changed = [line.replace('psnr_masked":1', 'psnr_masked":2') if '"encoder":"mae.no_decoder' in line
+               and '"seed":1' in line else line for line in lines]
+    monkeypatch.setattr(why, "LOG", tmp_path / "log.jsonl")
+    why.LOG.write_text("\n".join(changed))
+    assert written()[0] != page and written()[1] != svg
+    assert {anchor for anchor, *_ in wrong_numbers()} == {"mae.no_decoder_positions"}
+
+
+def test_class_token_learns():
+    """Although nothing is predicted from it, the class token has a gradient."""
+    model, images = make("mae")
+    model(images)[0].backward()
+    assert model.encoder.cls_token.grad.abs().max() > 1e-6
+
+
 def test_main(monkeypatch, tmp_path, capsys, refused):
     """A name is described, trained and compared with its reference, seed by seed, each spec once;
     then come recorded scores."""
