@@ -293,7 +293,7 @@ def derive(recipe, chosen, images, val_images, lr_scale):
     """Return the settings that depend on others, without those in `chosen` (tests/docs/RECIPE.md):
         batch_size: the recipe's or, if lower, the largest power of two up to a tenth of the images
         epochs: the recipe's, times for_images / images if there are fewer, at most up_to times
-        warmup_epochs: the recipe's fraction of its epochs, but not more with more --epochs
+        warmup_epochs: the recipe's fraction of its epochs; a higher --epochs does not raise it
         lr: the recipe's or, without one or with --blr, blr * batch_size / 256 (MAE A.1) from the
             recipe's batch on; below, Adam's falls with the fourth root, down to the default batch
         eval_every: at most 100 validations a run, as a rule on no more images than it trains on

@@ -276,7 +276,8 @@ class Numbers:
 
 def is_clear(values, column):
     """Return whether the mean of differences is clear: the rule of RESULTS.md."""
-    return abs(mean(values)) > max(2 * stdev(values), precision(column)[1])
+    limit = max(2 * stdev(values), precision(column)[1])
+    return abs(mean(values)) > limit + 1e-9                # not through rounding
 
 
 def precision(column):

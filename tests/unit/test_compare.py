@@ -199,6 +199,7 @@ def test_the_rule():
     assert compare.table_of(numbers, [*SCORES], "20-NN")[3]["by the rule"] == "needs three seeds"
     assert compare.is_clear([0.021] * 3, compare.PIXELS) and not compare.is_clear(
         [0.019] * 3, compare.PIXELS)
+    assert not compare.is_clear([17.275 - 17.285, 17.203 - 17.223, 17.176 - 17.206], compare.PIXELS)
 
 
 def test_main(monkeypatch, tmp_path, capsys):

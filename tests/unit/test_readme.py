@@ -425,7 +425,7 @@ def test_commands(page, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links(page):
-    """The links of each page lead to files, and to headings that are there."""
+    """The links of each page lead to files, and to headings, anchors and lines that are there."""
     text = page.read_text(encoding="utf-8")
     for link, heading in re.findall(r"""(?:\]\(|src(?:set)?=")((?!http)[^)"#]*)(#[^)"]*)?""", text):
         target = page.parent / link if link else page
@@ -433,6 +433,9 @@ def test_links(page):
         if heading:
             titles = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
             words = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            words += re.findall(r'<a id="(.*?)">', target.read_text(encoding="utf-8"))
+            lines = len(target.read_text(encoding="utf-8").splitlines())       # see test_why.py
+            words += [f"L{i + 1}" for i in range(lines)] if target.suffix == ".py" else []
             assert heading[1:] in words, link + heading
 
 
