@@ -226,50 +226,49 @@ def make_server(models, files=(), port=0):
 
 # ---------------------------------------------------------------------------------------- the site
 class Graph(torch.nn.Module):
-    """What the site runs instead of predict. Images and views (n,H,W,4), uint8, are a canvas's.
-    Indices of visible and masked patches (1,K), (1,L-K) replace the mask, as sizes in a graph may
-    depend only on sizes. Two runs make "change": `others` are the predictions of the first one."""
-    inputs = ("images", "ids_keep", "ids_mask", "others", "probe", "alpha")
-    views = ("seen", "completed", "decoded", "error", "change")
+    """What the site runs instead of predict. Image and partner (1,3,H,W) are in [0, 1]. Indices of
+    visible and masked patches (1,K), (1,L-K) replace the mask, as sizes in a graph may depend only
+    on sizes. Two runs make "change": the first one's predictions are the second one's `others`."""
+    outputs = ("seen", "completed", "decoded", "error", "change", "psnrs", "flat")
 
-    def __init__(self, model, **options):
+    def __init__(self, model, mixed, **options):
         super().__init__()
-        self.model, self.options = deepcopy(model), options
+        self.model, self.mixed, self.options = deepcopy(model), mixed, options
 
-    def forward(self, images, ids_keep, ids_mask, others, probe, alpha):
-        encoder, images = self.model.encoder, images[..., :3].permute(0, 3, 1, 2)      # (n,3,H,W)
+    def forward(self, image, partner, ids_keep, ids_mask, others, probe, alpha):
+        images, encoder = [255 * image[0], 255 * partner[0]][:1 + self.mixed], self.model.encoder
         mask = torch.ones(1, encoder.num_patches).scatter(1, ids_keep, 0)      # (1, L)
         encoder.mask = lambda *_: (ids_keep, ids_mask, mask)
-        preds, *made = reconstruct(self.model, images.unbind(), mask.bool(), alpha, **self.options)
-        drawn = draw(self.model, preds, *made, mask, others, probe)
-        opaque = [F.pad(drawn[x].permute(0, 2, 3, 1), (0, 1), value=1) for x in self.views]
-        return *((255 * x).round().byte() for x in opaque), preds, drawn["psnrs"], drawn["flat"]
+        made = reconstruct(self.model, images, mask.bool(), alpha, **self.options)
+        drawn = draw(self.model, *made, mask, others, probe)
+        return [drawn[name] for name in self.outputs]
 
 
 @torch.no_grad()
 def export(model, file, mixed=0, scale=1, leak_free=0):
     """Write a model's Graph as ONNX, for any number of visible patches."""
-    n, L, (H, W) = 1 + mixed, model.encoder.num_patches, model.encoder.img_size
+    L, (H, W) = model.encoder.num_patches, model.encoder.img_size
     ids_keep, ids_mask = torch.arange(L)[None].tensor_split(2, dim=1)
-    inputs = (torch.zeros(n, H, W, 4).byte(), ids_keep, ids_mask,
-              torch.zeros(n, 3, scale * H, scale * W), torch.tensor([0]), torch.tensor(0.3))
     varies = {1: torch.export.Dim.DYNAMIC}
-    torch.onnx.export(Graph(model, scale=scale, leak_free=leak_free).eval(), inputs, file,
-                      input_names=Graph.inputs,
-                      output_names=[*Graph.views, "preds", "psnrs", "flat"],
-                      dynamic_shapes=[None, varies, varies, None, None, None],
-                      external_data=False, verbose=False)
+    inputs = dict(image=torch.zeros(1, 3, H, W), partner=torch.zeros(1, 3, H, W), ids_keep=ids_keep,
+                  ids_mask=ids_mask, others=torch.zeros(1 + mixed, 3, scale * H, scale * W),
+                  probe=torch.tensor([0]), alpha=torch.tensor(0.3))
+    graph = Graph(model, mixed, scale=scale, leak_free=leak_free).eval()
+    torch.onnx.export(graph, (*inputs.values(),), file, input_names=[*inputs],
+                      output_names=Graph.outputs, external_data=False, verbose=False,
+                      dynamic_shapes=[varies if x.startswith("ids") else None for x in inputs])
 
 
 def write_site(folder, models, images=(), runtime=None):
     """Write the page into a folder, with all that it needs: what the server would say at the start,
-    some orders of patches, and a graph for each option of a model. onnxruntime-web, which runs
-    them in the browser, is loaded from a CDN or, if `runtime` is a folder with it, copied."""
+    50 orders of patches of each kind, and a graph for each option of a model. onnxruntime-web, which
+    runs graphs in the browser, is loaded from a CDN or, if it lies in the folder `runtime`, copied.
+    """
     require(find_spec("onnx") and find_spec("onnxscript"),
             "--site needs two more packages: pip install onnx onnxscript")
     folder.mkdir(parents=True, exist_ok=True)
-    made = answers(models, images)
-    start, files = json.loads(made["/start"](b"")), {}
+    answer = answers(models, images)
+    start, files = json.loads(answer["/start"](b"")), {}
     for file, (size, integrity) in RUNTIME.items():
         files[file] = dict(url=CDN + file, bytes=size, integrity=integrity)
         if runtime:
@@ -289,11 +288,11 @@ def write_site(folder, models, images=(), runtime=None):
                 raise InputError(f"{path} cannot be exported as ONNX: leave it out") from error
             files[file] = dict(url=file, bytes=(folder / file).stat().st_size, integrity="")
     start.update(files=files, tours=sorted(x.name for x in folder.glob("tour_*.html")), orders={
-        kind: [json.loads(made["/order"](kind.encode())) for _ in range(50)]
+        kind: [json.loads(answer["/order"](kind.encode())) for _ in range(50)]
         for kind in ("random", "grid", "block")})
     (folder / "start.json").write_text(json.dumps(start), encoding="utf-8")
-    tag, page = '<script type="module"', PAGE.read_text(encoding="utf-8")
-    page = page.replace(tag, f'{tag} src="site.js"></script>\n{tag}')
+    script, page = '<script type="module">', PAGE.read_text(encoding="utf-8")
+    page = page.replace(script, f'<script src="site.js"></script>\n{script}')
     (folder / "index.html").write_text(page, encoding="utf-8")
     shutil.copy(PAGE.with_name("site.js"), folder)
     print(f"see     python -m http.server -d {folder} shows it at http://127.0.0.1:8000")
