@@ -69,7 +69,8 @@ async function predict(session, { Tensor }, image, partner, { mask, view, probe,
 window.site = {
   async start() {
     const answer = await fetch("start.json").catch(error => error)
-    if (!answer.ok) throw Error("Cannot load start.json. Is this page from a web server?")
+    if (!answer.ok) throw Error("Cannot load start.json: open this page from a web server, e.g. "
+      + "python -m http.server.")
     return about = await answer.json()
   },
   async order(kind) {
