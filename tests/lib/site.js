@@ -66,17 +66,14 @@ async function predict(session, { Tensor }, image, partner, { mask, view, probe,
     flat: made.flat.data[0], ms }
 }
 
-window.site = {
+const requests = {
   async start() {
     const answer = await fetch("start.json").catch(error => error)
     if (!answer.ok) throw Error("Cannot load start.json: open this page from a web server, e.g. "
       + "python -m http.server.")
     return about = await answer.json()
   },
-  async order(kind) {
-    const orders = about.orders[kind]
-    return [...orders[Math.floor(orders.length * Math.random())]]
-  },
+  order: async kind => [...about.orders[kind][Math.floor(50 * Math.random())]],
   async image(file) {                       // as open_image, but the browser resizes
     const photo = await createImageBitmap(file).catch(() => {
       throw Error("cannot read this image: try .jpg or .png, or a smaller one")
@@ -88,7 +85,8 @@ window.site = {
     picture.drawImage(photo, (photo.width - w) / 2, (photo.height - h) / 2, w, h, 0, 0, W, H)
     return picture.canvas.toDataURL()
   },
-  async predict(state) {
+  async predict(body) {
+    const state = JSON.parse(body)
     const sessions = await Promise.all(about.models.map(({ file, unmixes, renders, normalized }) => {
       const mixed = +(unmixes && !!state.partner), scale = renders ? state.scale : 1
       const leak_free = +(normalized && !!state.leak_free)
@@ -102,3 +100,4 @@ window.site = {
     return answers
   },
 }
+window.site = async (path, body) => requests[path](body)
