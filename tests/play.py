@@ -260,10 +260,9 @@ def export(model, file, mixed=0, scale=1, leak_free=0):
 
 
 def write_site(folder, models, images=(), runtime=None):
-    """Write the page into a folder, with all that it needs: what the server would say at the start,
-    50 orders of patches of each kind, and a graph for each option of a model. onnxruntime-web, which
-    runs graphs in the browser, is loaded from a CDN or, if it lies in the folder `runtime`, copied.
-    """
+    """Write the page into a folder, with what it needs: what the server says at the start, orders
+    of patches, and a graph for each option of a model. onnxruntime-web, which runs graphs in the
+    browser, comes from a CDN, or is copied from the folder `runtime`."""
     require(find_spec("onnx") and find_spec("onnxscript"),
             "--site needs two more packages: pip install onnx onnxscript")
     folder.mkdir(parents=True, exist_ok=True)
@@ -278,8 +277,9 @@ def write_site(folder, models, images=(), runtime=None):
             files[file].update(url=file, integrity="")
     for i, (about, (path, model)) in enumerate(zip(start["models"], models.items())):
         about["file"] = f"{i}_{name_of(path)}"
-        for mixed, scale, leak_free in product(range(1 + about["unmixes"]), range(
-                1, 9 if about["renders"] else 2), range(1 + about["normalized"])):
+        scales = range(1, 9 if about["renders"] else 2)    # the slider's
+        for mixed, scale, leak_free in product(range(1 + about["unmixes"]), scales,
+                                               range(1 + about["normalized"])):
             file = f"{about['file']}_mixed{mixed}_scale{scale}_leak_free{leak_free}.onnx"
             print(f"write   {folder / file}", flush=True)
             try:

@@ -1,5 +1,6 @@
-// The four answers that play.html needs, without a server: `python -m tests.play --site` wrote what
-// runs here, in the visitor's browser. Its graphs contain play.draw, so pictures and dB are Python's.
+// Answers play.html's four requests in the visitor's browser. `python -m tests.play --site` writes
+// start.json and the models as graphs, which contain play.draw: pictures and dB are Python's.
+
 const kept = {}                             // promises of what was loaded, by name
 const once = (name, make) =>                // what has failed is tried again
   kept[name] ??= make(name).catch(error => { delete kept[name]; throw error })
@@ -87,10 +88,10 @@ const requests = {
   },
   async predict(body) {
     const state = JSON.parse(body)
-    const sessions = await Promise.all(about.models.map(({ file, unmixes, renders, normalized }) => {
-      const mixed = +(unmixes && !!state.partner), scale = renders ? state.scale : 1
-      const leak_free = +(normalized && !!state.leak_free)
-      return once(`${file}_mixed${mixed}_scale${scale}_leak_free${leak_free}.onnx`, loadGraph)
+    const sessions = await Promise.all(about.models.map(model => {
+      const mixed = +(model.unmixes && !!state.partner), scale = model.renders ? state.scale : 1
+      const leak_free = +(model.normalized && !!state.leak_free)
+      return once(`${model.file}_mixed${mixed}_scale${scale}_leak_free${leak_free}.onnx`, loadGraph)
     }))
     const ort = await kept.runtime, tensor = url => ort.Tensor.fromImage(url)
     const [image, partner] = await Promise.all(

@@ -1,4 +1,4 @@
-"""tests.play --site: its graphs answer like play.predict, and its page needs no server but files."""
+"""tests.play --site: its graphs answer like play.predict, and its page needs only files."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_own_run(tmp_path, monkeypatch, refused):
         made, psnrs, _ = answer(file, (image,), mask, "completed")
         assert near(made[1], pixels(wanted["urls"][1]))
         assert psnrs == pytest.approx(wanted["psnrs"], abs=1e-3)
-    refused(play.main, ["own.pt", "--site", "site", "--runtime", "site/x"], "--runtime site/x has no")
+    refused(play.main, ["own.pt", "--site", "site", "--runtime", "x"], "--runtime x has no ort.")
 
     class Branching(MAE):                                  # on values, which a graph cannot do
         def encode(self, images, ids_keep):
