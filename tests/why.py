@@ -21,6 +21,7 @@ Programs know the classes below if `-m tests.why` is put before their names:
 """
 
 import argparse
+import difflib
 import importlib
 import re
 from collections import defaultdict, namedtuple
@@ -706,7 +707,9 @@ def main(argv=None):
         for name in VARIATIONS:
             known.setdefault(method_of(name), []).append(name)
         wrong = [word for word in asked if word not in known]
-        require(not wrong, f"{wrong} is no variation: `python -m tests.why` lists them")
+        near = [x for word in wrong for x in difflib.get_close_matches(word, known, 1)]
+        require(not wrong, f"{wrong} is no variation, but {near} may be meant: `python -m "
+                           f"tests.why` lists them")
         for name in asked or known["all"]:
             if name in VARIATIONS:
                 describe(VARIATIONS[name], in_full=bool(asked))

@@ -246,4 +246,4 @@ def test_main(monkeypatch, tmp_path, capsys, refused):
     assert all(f"{name} " in said for name in why.VARIATIONS)
     why.main("--help")
     assert "python -m tests.why mae.no_decoder_positions" in capsys.readouterr().out
-    refused(why.main, ["mae.l2"], "['mae.l2'] is no variation")
+    refused(why.main, ["mae:l1"], "['mae:l1'] is no variation, but ['mae.l1'] may")
