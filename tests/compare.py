@@ -342,6 +342,7 @@ def plan(argv=None):
     option("--jobs", type=count, default=1, help="commands at a time, on GPUs or cores (1)")
     option("--out", type=Path, default=Path("runs/compare.jsonl"), help="(runs/compare.jsonl)")
     args, args.pretraining = parser.parse_known_args(argv)
+    require("--seed" not in args.pretraining, "--seed: use --seeds, e.g. --seeds 0 1 2")
     images = f", {args.train_images} images" if args.train_images else ""
     args.table = " ".join([f"{args.data}, ViT-{args.size}, {args.epochs} epochs{images}",
                            *args.pretraining])
@@ -414,10 +415,15 @@ def main(argv=None):
     return len(failed)
 
 
-if __name__ == "__main__":
+def end(name, main):
+    """Run main() for a program of this name, and exit with 1 if a command failed."""
     try:
         sys.exit(min(1, main()))
     except (InputError, OSError) as error:
-        sys.exit(f"tests.compare: error: {error}")
+        sys.exit(f"{name}: error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; repeat the command to continue")
+
+
+if __name__ == "__main__":
+    end("tests.compare", main)

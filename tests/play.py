@@ -53,7 +53,8 @@ RUNTIME = {  # of the site: what it loads from the npm package onnxruntime-web, 
         (73054, "sha384-PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG"),
     "ort-wasm-simd-threaded.wasm":
         (14239897, "sha384-vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM")}
-CDN = "https://cdn.jsdelivr.net/npm/onnxruntime-web@1.30.0/dist/"
+PACKAGE = "onnxruntime-web@1.30.0"
+CDN = f"https://cdn.jsdelivr.net/npm/{PACKAGE}/dist/"
 
 
 # ---------------------------------------------------------------------------------------- pictures
@@ -263,18 +264,14 @@ def write_site(folder, models, images=(), runtime=None):
     """Write the page into a folder, with what it needs: what the server says at the start, orders
     of patches, and a graph for each option of a model. onnxruntime-web, which runs graphs in the
     browser, comes from a CDN, or is copied from the folder `runtime`."""
-    require(find_spec("onnx") and find_spec("onnxscript"),
-            "--site needs two more packages: pip install onnx onnxscript")
     folder.mkdir(parents=True, exist_ok=True)
     answer = answers(models, images)
     start, files = json.loads(answer["/start"](b"")), {}
     for file, (size, integrity) in RUNTIME.items():
         files[file] = dict(url=CDN + file, bytes=size, integrity=integrity)
         if runtime:
-            require(Path(runtime, file).is_file(), f"--runtime {runtime} has no {file}: it must be "
-                    f"the folder dist of the npm package onnxruntime-web")
             shutil.copy(Path(runtime, file), folder)
-            files[file].update(url=file, integrity="")
+            files[file].update(url=file)
     for i, (about, (path, model)) in enumerate(zip(start["models"], models.items())):
         about["file"] = f"{i}_{name_of(path)}"
         scales = range(1, 9 if about["renders"] else 2)    # the slider's
@@ -314,6 +311,12 @@ def main(argv=None):
     option("--runtime", metavar="FOLDER", help="with --site: the folder dist of the npm package "
                                                "onnxruntime-web (a CDN)")
     args = parser.parse_args(argv)
+    require(args.site or not args.runtime, "--runtime is for --site FOLDER")
+    require(not args.site or find_spec("onnx") and find_spec("onnxscript"),
+            "--site needs two more packages: pip install onnx onnxscript")
+    for file in RUNTIME if args.runtime else ():
+        require(Path(args.runtime, file).is_file(), f"--runtime {args.runtime} has no {file}: it "
+                f"must be the folder dist of the npm package {PACKAGE}")
     torch.manual_seed(0)                                   # the first mask is always the same
     models = load_models(args.checkpoints, args.norm_pix_loss)
     if args.site:

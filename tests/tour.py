@@ -97,6 +97,7 @@ def split_comment(text):
 
 
 # ------------------------------------------------------------------------------------- the pictures
+NOT_MEASURED = "not measured yet"
 GREY = 0.8                                                 # where a picture has no patch
 
 
@@ -328,7 +329,7 @@ def answers(html):
     asked = {*re.findall(r'popovertarget="why-(.*?)"', html)}
     return "".join(
         f'<div popover id="why-{anchor}"><b>{escape(found.question)}</b><br>{escape(found.paper)}'
-        f"<br>{escape(f'Measured with python -m tests.why {found.spec}: {words}.' * bool(words))}"
+        f"<br>{escape(f'With python -m tests.why {found.spec}: {words or NOT_MEASURED}.')}"
         f"</div>" for all_found in at_lines().values() for anchor, found, words in all_found
         if anchor in asked)
 

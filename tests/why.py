@@ -24,6 +24,7 @@ import argparse
 import difflib
 import importlib
 import re
+import sys
 from collections import defaultdict, namedtuple
 from functools import cache
 from itertools import takewhile
@@ -629,9 +630,9 @@ def recorded():
 def differences(numbers, found):
     """Return {column: how a variation differs from its reference}, for the COLUMNS that were
     measured with three seeds; bold if clear."""
-    found = {name: numbers.minus(found.spec, found.reference, column)
+    minus = {name: numbers.minus(found.spec, found.reference, column)
              for name, column in COLUMNS.items()}
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in minus.items() if text}
 
 
 def verdict(minus):
@@ -699,10 +700,12 @@ def main(argv=None):
         if re.search(r"^-m$|\.py$|^tests\.", " ".join(words[:1])):
             return run_program(words)
         if words == ["--page"]:
-            return write_page()
-        if not asked and words:                            # --help
+            write_page()
+            return 0
+        if {*words} & {"-h", "--help"}:
             print(__doc__)
             return 0
+        require(asked or not words, f"put a variation before {' '.join(words)}")
         known = {"all": [*VARIATIONS], **{name: [name] for name in VARIATIONS}}
         for name in VARIATIONS:
             known.setdefault(method_of(name), []).append(name)
@@ -710,13 +713,15 @@ def main(argv=None):
         near = [x for word in wrong for x in difflib.get_close_matches(word, known, 1)]
         require(not wrong, f"{wrong} is no variation, but {near} may be meant: `python -m "
                            f"tests.why` lists them")
-        for name in asked or known["all"]:
-            if name in VARIATIONS:
-                describe(VARIATIONS[name], in_full=bool(asked))
         names = [*dict.fromkeys(name for word in asked for name in known[word])]
+        for name in names or VARIATIONS:
+            describe(VARIATIONS[name], in_full=name in asked)
         return measure(names, words[len(asked):]) if names else 0
 
 
 if __name__ == "__main__":
     from tests import why                                  # so that classes are not in __main__
-    shell(why.main)
+    program = sys.argv[1:2]
+    if program and re.search(r"^-m$|\.py$", program[0]):
+        shell(why.main)
+    compare.end("tests.why", why.main)

@@ -123,8 +123,8 @@ def draw(path, panels, per_row=3):
 def draw_bars(path, rows, columns):
     """Write an SVG file with a panel of bars for each of `columns` {title: unit}, and a row for each
     of `rows`: {label: {column: a signed number as text, bold (**-0.3**) or not}}. Bars of bold
-    numbers are full, others pale. A panel ends at the fourth largest number; longer bars are cut
-    off there, and show their number."""
+    numbers are full, others pale. A panel ends at the fourth largest number; bars that
+    reach its end show their number, and longer ones are cut off."""
     left, height, width = 330, 34, (WIDTH - 330) / len(columns)
     parts, y = [], 50
     values = {column: {label: float(found[column].strip("*")) for label, found in rows.items()
@@ -146,8 +146,9 @@ def draw_bars(path, rows, columns):
             middle = 50 + height * (j + 1) - 7
             parts.append(f'<path class="bar c{int(value < 0)}{pale}" d="M{zero:.1f} {middle}h'
                          f'{sign * length:.1f}"/>')
-            if abs(value) > most:
-                parts.append(text(zero - sign * size / 2, middle + 7, f"{value:+g}"))
+            if abs(value) >= most:
+                number = rows[label][column].strip("*")
+                parts.append(text(zero - sign * size / 2, middle + 7, number))
     style = STYLE + ".bar { stroke: currentColor; stroke-width: 20 }"
     path.write_text("\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {y + 60}">',

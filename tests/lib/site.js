@@ -4,7 +4,7 @@
 const kept = {}                             // promises of what was loaded, by name
 const once = (name, make) =>                // what has failed is tried again
   kept[name] ??= make(name).catch(error => { delete kept[name]; throw error })
-let about, bytes = 0, all = 0               // about: start.json; bytes: loaded so far, of all
+let about, bytes = 0, all = 0, turn = 0     // about: start.json; bytes: loaded so far, of all
 
 // ---------------------------------------------------------------------------------------- loading
 async function load(name) {                 // returns a file as the URL of a blob
@@ -23,6 +23,8 @@ async function load(name) {                 // returns a file as the URL of a bl
     await fetch(blob, { integrity })        // the first fetch would show no progress with a hash
     return blob
   } catch (error) {
+    all -= file.bytes
+    bytes -= parts.reduce((sum, part) => sum + part.length, 0)
     throw Error(`Cannot load ${url} (${error.message}). Are you online? Is the file there?`)
   }
 }
@@ -74,7 +76,7 @@ const requests = {
       + "python -m http.server.")
     return about = await answer.json()
   },
-  order: async kind => [...about.orders[kind][Math.floor(50 * Math.random())]],
+  order: async kind => [...about.orders[kind][turn++ % 50]],
   async image(file) {                       // as open_image, but the browser resizes
     const photo = await createImageBitmap(file).catch(() => {
       throw Error("cannot read this image: try .jpg or .png, or a smaller one")

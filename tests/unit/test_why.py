@@ -246,4 +246,6 @@ def test_main(monkeypatch, tmp_path, capsys, refused):
     assert all(f"{name} " in said for name in why.VARIATIONS)
     why.main("--help")
     assert "python -m tests.why mae.no_decoder_positions" in capsys.readouterr().out
+    refused(why.main, ["--seeds", "0"], "put a variation before --seeds 0")
+    refused(why.main, ["mae.l1", "--seed", "0"], "--seed: use --seeds")
     refused(why.main, ["mae:l1"], "['mae:l1'] is no variation, but ['mae.l1'] may")
