@@ -207,6 +207,16 @@ def test_page(monkeypatch, tmp_path):
     assert {anchor for anchor, *_ in wrong_numbers()} == {"mae.no_decoder_positions"}
 
 
+def test_changed_lines(monkeypatch, tmp_path):
+    """A line that a student has changed or removed has no answer in the tour, but others do."""
+    for file in {found.file for found in why.VARIATIONS.values()}:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        (tmp_path / file).write_text(code.replace(".square().mean()", ".abs().mean()"), "utf-8")
+    monkeypatch.setattr(why, "ROOT", tmp_path)
+    left = {found.spec for line in why.at_lines.__wrapped__().values() for _, found, _ in line}
+    assert "mae.l1" not in left and "mae.all_patches" in left
+
+
 def test_class_token_learns():
     """Although nothing is predicted from it, the class token has a gradient."""
     model, images = make("mae")
