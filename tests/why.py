@@ -160,6 +160,18 @@ for ratio in (0.25, 0.5, 0.9):
               "For ViT-L, 75% is best for a linear probe, and 40 to 80% are good for fine-tuning.")
 
 
+@variation("mae.drop_path",
+           "self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)",
+           "Why does the encoder have no drop path in pretraining, as it has in fine-tuning?",
+           "The paper gives no reason (A.1). Sec. 4.1 says of augmentation that masks make the "
+           "task hard, so that it needs less regularisation.")
+class DropPath(MAE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for i, block in enumerate(self.encoder.blocks):                # as in finetune.py
+            block.drop_path.p = 0.1 * i / (len(self.encoder.blocks) - 1)
+
+
 @variation("mae.no_final_norm", "return self.norm(x)",
            "Does the encoder need a LayerNorm after its last block?",
            "The paper gives no reason: A.1 says that the encoder ends with it.", file="vit.py")
@@ -261,6 +273,17 @@ class NoDecoderPositions(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoder_pos_embed.data.zero_()
+
+
+@variation("mae.no_visible_positions", "x[:, 1:] + pos[ids_keep],",
+           "Why do visible patches get positions in the decoder, if they had them in the encoder?",
+           "The paper gives no reason: Sec. 3 adds positions to all tokens. CrossMAE's decoder "
+           "adds them only to mask tokens.")
+class NoVisiblePositions(MAE):
+    def add_mask_tokens(self, latent, ids_keep, ids_mask):
+        tokens = super().add_mask_tokens(latent, ids_keep, ids_mask)   # (B, 1+L, E)
+        visible = self.decoder_embed(latent)                           # (B, 1+K, E)
+        return torch.cat([visible, tokens[:, visible.shape[1]:]], dim=1)
 
 
 @variation("mae.mean_colours",

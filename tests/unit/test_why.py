@@ -94,6 +94,15 @@ def test_mae_without():
     model, _ = make("mae.no_decoder_positions")
     pred = model.decode(model.encode(images, ids_keep), ids_keep, ids_mask)
     assert torch.allclose(pred, pred[:, :1].expand_as(pred), atol=1e-5)
+    model, _ = make("mae.no_visible_positions")
+    latent = model.encode(images, ids_keep)
+    changed = model.add_mask_tokens(latent, ids_keep, ids_mask) - make("mae")[0].add_mask_tokens(
+        latent, ids_keep, ids_mask)                                    # (B, 1+L, E)
+    assert torch.allclose(changed[:, 1:5], -model.decoder_pos_embed[0, 1:][ids_keep], atol=1e-6)
+    assert not changed[:, 0].any() and not changed[:, 5:].any()
+    model, _ = make("mae.drop_path")
+    assert [block.drop_path.p for block in model.encoder.blocks] == [0, 0.1]
+    assert {block.drop_path.p for block in model.decoder_blocks} == {0}
     model, _ = make("mae.no_class_token")
     tokens = model.encoder(images)
     model.encoder.cls_token.data.fill_(9)
