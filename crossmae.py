@@ -230,8 +230,8 @@ def choose_maps(feature_maps, include_input, depth):
 #   3. As in the release, the masked patches with the highest noise are predicted: a uniform choice
 #      for random masks and, at mask ratio 0.75 with even h and w, for grid masks. But block masks
 #      always give patches of the rectangles masked first, bool masks the last in raster order.
-#   4. Mask tokens are the queries; encoder tokens are the keys and values. As in the release, these
-#      include the class token. Sec. 4.4 calls visible tokens queries, Figure 4a keys and queries.
+#   4. Mask tokens are the queries; encoder tokens are the keys and values (Sec. 3.2), the class
+#      token included, as in the release. Sec. 4.4 and Figure 4a call visible tokens queries, too.
 #   5. A.3 normalises the mixes, not the encoder's output. As in the release, each mix has its own
 #      norm. A.3 also tried norms before mixing, without gain; we omit them. For "last" (one map in
 #      Table 3d), the release calls a norm that it never creates; we use the encoder's final norm.

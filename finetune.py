@@ -410,7 +410,7 @@ def main(argv=None, classifier=Classifier):
 #   1. RandAugment (9, 0.5) draws magnitudes near 9 of 10. We use torchvision's, always at 27 of 30.
 #   2. Only the released code has random erasing. It fills in noise; we fill in the mean colour.
 #   3. The paper's linear probe uses LARS, which PyTorch lacks, and batches of 16384. Ours uses SGD
-#      with momentum and batches of 4096, which Table 10's caption says work similarly.
+#      with momentum and batches of 4096. By Table 10's caption, SGD with these works similarly.
 #   4. For fine-tuning, MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens, and
 #      MAE's release the mean of the patch tokens. We follow MAE's release.
 #   5. The probe and nearest neighbours also use these features, so that methods can be compared.
