@@ -749,4 +749,5 @@ if __name__ == "__main__":
     program = sys.argv[1:2]
     if program and re.search(r"^-m$|\.py$", program[0]):
         shell(why.main)
-    compare.end("tests.why", why.main)
+    else:
+        compare.end("tests.why", why.main)

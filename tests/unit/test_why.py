@@ -3,6 +3,8 @@
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -214,6 +216,14 @@ def test_page(monkeypatch, tmp_path):
     why.LOG.write_text("\n".join(changed))
     assert written()[0] != page and written()[1] != svg
     assert {anchor for anchor, *_ in wrong_numbers()} == {"mae.no_decoder_positions"}
+
+
+def test_a_variation_is_trained_once(folder, tmp_path):
+    """`python -m tests.why train.py` ends without an error, and leaves a run."""
+    words = f"-m tests.why train.py --method mae.l1 --data {folder} --epochs 0 --workers 0"
+    subprocess.run([sys.executable, *words.split(), "--runs", tmp_path, "--name", "l1"], cwd=ROOT,
+                   check=True)
+    assert (tmp_path / "l1/last.pt").exists()
 
 
 def test_changed_lines(monkeypatch, tmp_path):
