@@ -414,7 +414,8 @@ def main(argv=None, classifier=Classifier):
 #   4. For fine-tuning, MAE A.1 uses the class token, HyperMAE Sec. 3 the mean of all tokens, and
 #      MAE's release the mean of the patch tokens. We follow MAE's release.
 #   5. The probe and nearest neighbours also use these features, so that methods can be compared.
-#      The released probe uses the class token (`--pool token`). For MINR, see default_pool.
+#      The released probe uses the class token (`--pool token`) or, for a mean, a new, frozen norm;
+#      ours keeps the encoder's. For MINR, see default_pool.
 #   6. The recipe is for ViT-B, layer decay as in MAE and HyperMAE (CrossMAE Table 11 lists none).
 #      For other sizes, and for what the releases have instead, see tests/docs/FLAGS.md.
 #   7. i-MAE Table 4 does not explain its "image mix ratio". We weight images and labels by it.

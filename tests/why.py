@@ -353,8 +353,8 @@ variation("crossmae:decoder_depth=1", "decoder_depth=4",
 @variation("crossmae.no_rate_factor:prediction_ratio=0.25",
            "return prediction_ratio / mask_ratio if mask_ratio else 1.0",
            "If only a third of the masked patches is predicted, why is the learning rate a third?",
-           "Sec. 3.3: with fewer patches, the variance of the loss is higher, and to match it "
-           "helps.", reference="crossmae:prediction_ratio=0.25")
+           "Sec. 3.3: with fewer patches, the loss varies more, which a lower learning rate makes "
+           "up for.", reference="crossmae:prediction_ratio=0.25")
 class NoRateFactor(CrossMAE):
     lr_scale = 1.0
 
