@@ -288,8 +288,9 @@ class NoVisiblePositions(MAE):
 
 @variation("mae.mean_colours",
            "target = gather_patches(patchify(images, self.encoder.patch_size), ids).float()",
-           "Is fine detail needed in the targets, or only each patch's mean colour?",
-           "Sec. 4.1: yes. With targets reduced to 96 principal components, accuracy is lower.")
+           "Is fine detail needed in the targets? (Here, they are only each patch's mean colour.)",
+           "Sec. 4.1, Table 1d: yes. With targets reduced to 96 principal components, ViT-L falls "
+           "from 84.9 to 84.6 fine-tuned.")
 class MeanColours(MAE):
     def target(self, images, ids):
         pixels = super().target(images, ids).unflatten(2, (-1, self.encoder.in_chans))
