@@ -162,7 +162,7 @@ for ratio in (0.25, 0.5, 0.9):
 
 @variation("mae.drop_path",
            "self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)",
-           "Why does the encoder have no drop path in pretraining, as it has in fine-tuning?",
+           "Why does the encoder have no drop path in pretraining, as in the paper's fine-tuning?",
            "The paper gives no reason (A.1). Sec. 4.1 says of augmentation that masks make the "
            "task hard, so that it needs less regularisation.")
 class DropPath(MAE):
@@ -204,7 +204,7 @@ class Relu(Altered, MAE):
 
 @variation("mae.no_class_token", "cls = self.cls_token + self.pos_embed[:, :1]",
            "What does the class token do in pretraining, where nothing is predicted from it? "
-           "(Without it, the decoder gets zeros in its place.)",
+           "(Without it, the decoder embeds zeros in its place.)",
            "A.1: it is there for the classifier, and MAE works similarly well without it, if "
            "features are averaged. Patches attend to it, so it has a gradient.", file="vit.py")
 class NoClassToken(Altered, MAE):
