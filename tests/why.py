@@ -52,6 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG, PAGE = ROOT / "tests/logs/why.jsonl", ROOT / "tests/docs/WHY.md"
 COLUMNS = {"pixels": compare.PIXELS, "20-NN": "20-NN", "fine-tuned": "10%x20"}         # on the page
 UNITS = {"pixels": "dB", "20-NN": "points", "fine-tuned": "points"}
+PROGRAM = r"^-m$|\.py$|^tests\."                           # the first word, if another program runs
 REFERENCES = {"imae": "imae:teacher={mae}"}                # if it is not the method without flags
 FEATURES = ("mae", "crossmae", "imae")                     # methods that are also fine-tuned
 
@@ -162,9 +163,10 @@ for ratio in (0.25, 0.5, 0.9):
 
 @variation("mae.drop_path",
            "self.encoder = ViT(img_size, patch_size, in_chans, dim, depth, heads)",
-           "Why does the encoder have no drop path in pretraining, as in the paper's fine-tuning?",
-           "The paper gives no reason (A.1). Sec. 4.1 says of augmentation that masks make the "
-           "task hard, so that it needs less regularisation.")
+           "Why does the encoder have no drop path in pretraining, as in the paper's fine-tuning? "
+           "(Here, it grows from 0 in the first block to 0.1 in the last.)",
+           "The paper gives no reason (A.1). Sec. 4.1 says that masks make the task hard, so that "
+           "less augmentation is needed to regularise it.")
 class DropPath(MAE):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -723,7 +725,7 @@ def main(argv=None):
     words = words_of(argv)
     asked = [*takewhile(lambda word: not word.startswith("-"), words)]
     with patch.dict(METHODS, CLASSES):
-        if re.search(r"^-m$|\.py$|^tests\.", " ".join(words[:1])):
+        if re.search(PROGRAM, " ".join(words[:1])):
             return run_program(words)
         if words == ["--page"]:
             write_page()
@@ -737,8 +739,8 @@ def main(argv=None):
             known.setdefault(method_of(name), []).append(name)
         wrong = [word for word in asked if word not in known]
         near = [x for word in wrong for x in difflib.get_close_matches(word, known, 1)]
-        require(not wrong, f"{wrong} is no variation, but {near} may be meant: `python -m "
-                           f"tests.why` lists them")
+        hint = f", but {near} may be meant" if near else ""
+        require(not wrong, f"{wrong} is no variation{hint}: `python -m tests.why` lists them")
         names = [*dict.fromkeys(name for word in asked for name in known[word])]
         for name in names or VARIATIONS:
             describe(VARIATIONS[name], in_full=name in asked)
@@ -747,8 +749,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     from tests import why                                  # so that classes are not in __main__
-    program = sys.argv[1:2]
-    if program and re.search(r"^-m$|\.py$", program[0]):
+    if re.search(why.PROGRAM, " ".join(sys.argv[1:2])):
         shell(why.main)
     else:
         compare.end("tests.why", why.main)

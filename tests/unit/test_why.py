@@ -1,6 +1,7 @@
 """tests/why.py: each variation is short, names a line of the code, and does what it says."""
 
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -218,12 +219,13 @@ def test_page(monkeypatch, tmp_path):
     assert {anchor for anchor, *_ in wrong_numbers()} == {"mae.no_decoder_positions"}
 
 
-def test_a_variation_is_trained_once(folder, tmp_path):
-    """`python -m tests.why train.py` ends without an error, and leaves a run."""
-    words = f"-m tests.why train.py --method mae.l1 --data {folder} --epochs 0 --workers 0"
-    subprocess.run([sys.executable, *words.split(), "--runs", tmp_path, "--name", "l1"], cwd=ROOT,
-                   check=True)
-    assert (tmp_path / "l1/last.pt").exists()
+def test_other_programs(folder, tmp_path):
+    """`python -m tests.why` runs another program once, and ends without an error."""
+    for program in (f"train.py --method mae.l1 --data {folder} --epochs 0 --workers 0 --name l1",
+                    "tests.tour mae.l1 --checkpoint runs/l1"):
+        subprocess.run([sys.executable, "-m", "tests.why", *program.split()], cwd=tmp_path,
+                       check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "tour_mae.l1.html").exists()
 
 
 def test_changed_lines(monkeypatch, tmp_path):
