@@ -16,7 +16,7 @@ from PIL import Image
 
 import finetune
 import train
-from tests import bench, evaluate
+from tests import bench, evaluate, why
 from tests.exercise import EXERCISES
 from tests.lib.models import load_encoder, load_model, to_released
 from tests.unit.conftest import (DECODER, FIVE, ROOT, parsed, same, stopping_after_two,
@@ -413,10 +413,12 @@ def test_commands_of_the_readme():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands(page, monkeypatch):
-    """Commands of both scripts parse, also with a method of one's own; programs are there."""
+    """Commands of both scripts parse, also with a method of one's own or a variation; programs are
+    there."""
     names = {}
     exec(python("FORKS.md")[0], names)
-    monkeypatch.setitem(train.METHODS, "yours", names["YoursMAE"])
+    for name, cls in {"yours": names["YoursMAE"], **why.CLASSES}.items():
+        monkeypatch.setitem(train.METHODS, name, cls)
     for script, *words in commands(page):
         parsed(script, words)
     for program in re.findall(r"python -m (tests\.\w+)", page.read_text(encoding="utf-8")):
