@@ -82,7 +82,8 @@ def conclude(run, classes):
         print(f"note    this is not clearly better than {note}")
     print("see    ", *sorted(run.folder.glob("*.*")))
     join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join  # to be pasted
-    command = join(["python", "finetune.py", "--checkpoint", str(run.folder)])
+    program = ["-m", "tests.why"] * ("." in str(run.method)) + ["finetune.py"]     # e.g. mae.l1
+    command = join(["python", *program, "--checkpoint", str(run.folder)])
     command += " --data LABELS" * (len(classes) < 2)
     print("next   ", "tests/docs/HOWTO.md: How do I classify my photos?" if "largest_class" in last
           else command)

@@ -83,11 +83,11 @@ def test_the_end_of_a_run(tmp_path, capsys, row, part, learned):
     """A run ends with its score beside that of having learned nothing, which curves.svg also shows,
     with its files and what to do next. Who has learned nothing is told what helps."""
     (tmp_path / "log.jsonl").write_text(json.dumps(dict(epoch=9, loss=1.0, **row)) + "\n")
-    curves.conclude(SimpleNamespace(folder=tmp_path, config={}), ["a", "b"])
+    curves.conclude(SimpleNamespace(method="mae", folder=tmp_path, config={}), ["a", "b"])
     said = capsys.readouterr().out
     assert part in said and ("--epochs" in said) != learned and "curves.svg" in said
     assert (f"finetune.py --checkpoint {tmp_path}\n" in said) == ("psnr_masked" in row)
-    run = SimpleNamespace(folder=tmp_path, config={"norm_pix_loss": True})
+    run = SimpleNamespace(method="mae", folder=tmp_path, config={"norm_pix_loss": True})
     curves.conclude(run, [])                               # unlabelled images, normalised targets
     said = capsys.readouterr().out
     assert ("--epochs" in said) == (not learned and "top1" in row)
@@ -103,5 +103,9 @@ def test_the_next_command_can_be_pasted(tmp_path, monkeypatch, capsys, system, q
     Path("my photos").mkdir()
     Path("my photos/log.jsonl").write_text(json.dumps(dict(epoch=1, loss=1.0)) + "\n")
     monkeypatch.setattr(sys, "platform", system)
-    curves.conclude(SimpleNamespace(folder=Path("my photos"), config={}), [])
-    assert f"finetune.py --checkpoint {quoted} --data LABELS\n" in capsys.readouterr().out
+    run = SimpleNamespace(method="mae.l1", folder=Path("my photos"), config={})
+    curves.conclude(run, [])                               # tests.why knows mae.l1
+    assert "next    python -m tests.why finetune.py" in capsys.readouterr().out
+    run.method = "mae"
+    curves.conclude(run, [])
+    assert f"python finetune.py --checkpoint {quoted} --data LABELS\n" in capsys.readouterr().out

@@ -225,7 +225,8 @@ def test_other_programs(folder, tmp_path):
                     "tests.tour mae.l1 --checkpoint runs/l1"):
         subprocess.run([sys.executable, "-m", "tests.why", *program.split()], cwd=tmp_path,
                        check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (tmp_path / "tour_mae.l1.html").exists()
+    page = (tmp_path / "tour_mae.l1.html").read_text(encoding="utf-8")
+    assert "mask most of an image" in page and "Why is this line here?" not in page   # mae.py's head
 
 
 def test_changed_lines(monkeypatch, tmp_path):
