@@ -446,7 +446,8 @@ variation("hypermae:modulated_layer=4", "modulated_layer=1",
 @variation("hypermae.raw_coordinates", "z = fourier_features(coords, self.pe_dim, self.pe_sigma)",
            "Why Fourier features of a patch's coordinates, and not the coordinates themselves?",
            "Sec. 5.1: an MLP with ReLUs may lack the capacity for fine details, and Fourier "
-           "features were proposed to keep them (Tancik et al., 2020).")
+           "features were proposed to keep them (Tancik et al., 2020). Larger coordinates would "
+           "only act like larger weights of the first layer.")
 class RawPatchCoordinates(HyperMAE):
     def decode(self, coords, M):
         def repeat(coords, dim, sigma):
@@ -478,7 +479,7 @@ for sigma in (4, 64):
     variation(f"minr:ff_sigma={sigma}", "ff_sigma=16.0",
               f"What if the highest frequency is {sigma} periods per image, and not 16?",
               "Our summary of the paper gives no number; the release has 128 for 182 pixels (item "
-              "7).")
+              "7). 32 pixels can hold at most 16 periods; higher frequencies look like lower ones.")
 
 variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
           "Does it cost accuracy to render only a quarter of the pixels in a training step?",
@@ -486,7 +487,9 @@ variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
 
 variation("minr:modulated_layers=3", 'modulated_layers = [1] if hypernetwork == "ginr"',
           "Why is the second layer the predicted one, and not the fourth?",
-          "Our summary of the paper says only that the second layer was effective in experiments.")
+          "Our summary of the paper says only that the second layer was effective in experiments. "
+          "By the abstract of Kim et al. (2023), who propose GINR, an early layer composes patterns "
+          "of an image, and the layers after it learn rules that all images share.")
 
 variation("minr:encode_visible_only", "tokens = self.encoder(images.masked_fill(masked, 0))",
           "Does the encoder have to see masked patches as zeros, or can they be left out, as in "
@@ -498,7 +501,8 @@ variation("minr:hypernetwork=transinr", "W = U @ V ",
           "Why predict one layer by a matrix product (GINR), and not all layers (TransINR)?",
           "Sec. 3.2: layers that all images share can learn what images have in common. On the "
           "data set of training, TransINR is slightly better (CelebA: 21.87 against 21.68 dB), on "
-          "others GINR.")
+          "others GINR. TransINR repeats U so that fewer tokens do; the shared V makes its columns "
+          "differ.")
 
 
 @variation("minr.no_weight_norm", "layers.append((F.normalize(W, dim=-2), bias))",
@@ -532,8 +536,8 @@ variation("minr:loss_on=masked", "loss = error.mean() ",
 # ------------------------------------------------------------------------------------------ i-MAE
 variation("imae:teacher={mae}:branches=1", "branches=2",
           "Why predict both images, and not only the one with less weight?",
-          "The supplement gives no reason: Section 2 predicts the subordinate image, Section 3 "
-          "both.")
+          "The abstract: predicting both, and distillation, serve to learn better features. In the "
+          "supplement, Section 2 predicts the subordinate image, Section 3 both.")
 
 
 @variation("imae.one_linear_layer:teacher={mae}",
@@ -553,13 +557,13 @@ variation("imae:teacher={mae:dim=32}", "encoder=ViT(img_size, patch_size, in_cha
 
 variation("imae:teacher={mae}:distill_weight=0", "if self.distill_weight > 0:",
           "Is a teacher needed?",
-          "Section 3: the full model has two distillation losses. The supplement gives no reason.")
+          "The abstract: predicting both images, and distillation, serve to learn better features.")
 
 variation("imae:teacher={mae}:same_class=1",
           "return [order, draw_partners(order, labels, run.same_class, generator)]",
           "What if both images are of the same class? (This uses labels.)",
-          "Section 1 and Table 2: it is the semantics-enhanced sampling. The supplement gives no "
-          "reason.")
+          "The abstract: this, the semantics-enhanced sampling, serves to learn more of what an "
+          "image means. Table 2 lists 0, 25, 50 and 100% of such pairs.")
 
 for alpha in (0.5, 0.1):
     variation(f"imae:teacher={{mae}}:alpha={alpha}",
