@@ -307,6 +307,19 @@ class OneMask(MAE):
         return super().draw_batch(crops, labels, noise[:1].expand_as(noise))
 
 
+@variation("mae.fixed_masks:crop=1", "self.encoder.mask(images, noise, self.mask_ratio)",
+           "Does an image need a new mask in each epoch? (Here, it keeps one, which a number made of "
+           "its pixels decides. This needs whole images; flips still move what lies under the mask.)",
+           "Sec. 4.1: as masks differ in each iteration, they make new training samples, whatever "
+           "the augmentation.", reference="mae:crop=1")
+class FixedMasks(MAE):
+    def draw_batch(self, crops, labels, noise):
+        for i, image in enumerate(crops[0].round()):                   # (C, H, W)
+            g = torch.Generator().manual_seed(int(image.sum()))        # a flip has the same sum
+            noise[i] = torch.rand(noise.shape[1], generator=g)
+        return super().draw_batch(crops, labels, noise)
+
+
 variation("mae:mask=block", "self.encoder.mask(images, noise, self.mask_ratio)",
           "Why are masked patches scattered at random, and not in blocks, as in BEiT?",
           "Sec. 4.1 and Table 1f: at a mask ratio of 75%, blocks are too hard. ViT-L loses 2.1 "
