@@ -308,8 +308,8 @@ class OneMask(MAE):
 
 
 @variation("mae.fixed_masks:crop=1", "self.encoder.mask(images, noise, self.mask_ratio)",
-           "Does an image need a new mask in each epoch? (Here, it keeps one, which a number made of "
-           "its pixels decides. This needs whole images; flips still move what lies under the mask.)",
+           "Does an image need a new mask in each epoch? (Here, the sum of its pixels seeds its mask. "
+           "Crops would change the sum, flips do not, so each image is masked in two ways.)",
            "Sec. 4.1: as masks differ in each iteration, they make new training samples, whatever "
            "the augmentation.", reference="mae:crop=1")
 class FixedMasks(MAE):
@@ -459,8 +459,7 @@ variation("hypermae:modulated_layer=4", "modulated_layer=1",
 @variation("hypermae.raw_coordinates", "z = fourier_features(coords, self.pe_dim, self.pe_sigma)",
            "Why Fourier features of a patch's coordinates, and not the coordinates themselves?",
            "Sec. 5.1: an MLP with ReLUs may lack the capacity for fine details, and Fourier "
-           "features were proposed to keep them (Tancik et al., 2020). Larger coordinates would "
-           "only act like larger weights of the first layer.")
+           "features were proposed to keep them (Tancik et al., 2020).")
 class RawPatchCoordinates(HyperMAE):
     def decode(self, coords, M):
         def repeat(coords, dim, sigma):
@@ -490,9 +489,10 @@ variation("minr:groups=4", "groups=16",
 
 for sigma in (4, 64):
     variation(f"minr:ff_sigma={sigma}", "ff_sigma=16.0",
-              f"What if the highest frequency is {sigma} periods per image, and not 16?",
+              f"What if the highest frequency is {sigma} periods per image, and not 16? (32 pixels "
+              f"can hold at most 16.)",
               "Our summary of the paper gives no number; the release has 128 for 182 pixels (item "
-              "7). 32 pixels can hold at most 16 periods; higher frequencies look like lower ones.")
+              "7).")
 
 variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
           "Does it cost accuracy to render only a quarter of the pixels in a training step?",
@@ -501,8 +501,8 @@ variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
 variation("minr:modulated_layers=3", 'modulated_layers = [1] if hypernetwork == "ginr"',
           "Why is the second layer the predicted one, and not the fourth?",
           "Our summary of the paper says only that the second layer was effective in experiments. "
-          "By the abstract of Kim et al. (2023), who propose GINR, an early layer composes patterns "
-          "of an image, and the layers after it learn rules that all images share.")
+          "By the abstract of Kim et al. (2023), who propose GINR, an early layer makes patterns of "
+          "one image, and all other layers learn how to compose patterns, the same for all images.")
 
 variation("minr:encode_visible_only", "tokens = self.encoder(images.masked_fill(masked, 0))",
           "Does the encoder have to see masked patches as zeros, or can they be left out, as in "
@@ -514,8 +514,7 @@ variation("minr:hypernetwork=transinr", "W = U @ V ",
           "Why predict one layer by a matrix product (GINR), and not all layers (TransINR)?",
           "Sec. 3.2: layers that all images share can learn what images have in common. On the "
           "data set of training, TransINR is slightly better (CelebA: 21.87 against 21.68 dB), on "
-          "others GINR. TransINR repeats U so that fewer tokens do; the shared V makes its columns "
-          "differ.")
+          "others GINR.")
 
 
 @variation("minr.no_weight_norm", "layers.append((F.normalize(W, dim=-2), bias))",
@@ -549,8 +548,9 @@ variation("minr:loss_on=masked", "loss = error.mean() ",
 # ------------------------------------------------------------------------------------------ i-MAE
 variation("imae:teacher={mae}:branches=1", "branches=2",
           "Why predict both images, and not only the one with less weight?",
-          "The abstract: predicting both, and distillation, serve to learn better features. In the "
-          "supplement, Section 2 predicts the subordinate image, Section 3 both.")
+          "The abstract (arXiv, version 2): predicting both, and distillation, serve to learn "
+          "better features. In the supplement, Section 2 predicts the subordinate image, Section 3 "
+          "both.")
 
 
 @variation("imae.one_linear_layer:teacher={mae}",
@@ -570,13 +570,14 @@ variation("imae:teacher={mae:dim=32}", "encoder=ViT(img_size, patch_size, in_cha
 
 variation("imae:teacher={mae}:distill_weight=0", "if self.distill_weight > 0:",
           "Is a teacher needed?",
-          "The abstract: predicting both images, and distillation, serve to learn better features.")
+          "The abstract (arXiv, version 2): predicting both images, and distillation, serve to "
+          "learn better features.")
 
 variation("imae:teacher={mae}:same_class=1",
           "return [order, draw_partners(order, labels, run.same_class, generator)]",
           "What if both images are of the same class? (This uses labels.)",
-          "The abstract: this, the semantics-enhanced sampling, serves to learn more of what an "
-          "image means. Table 2 lists 0, 25, 50 and 100% of such pairs.")
+          "The abstract (arXiv, version 2): this, the semantics-enhanced sampling, serves to learn "
+          "more of what an image means. Table 2 lists 0, 25, 50 and 100% of such pairs.")
 
 for alpha in (0.5, 0.1):
     variation(f"imae:teacher={{mae}}:alpha={alpha}",
@@ -700,20 +701,21 @@ def at_lines():
 
 
 def tables():
-    """Return {method: the rows of its table in WHY.md}. References come before what is compared
-    with them."""
+    """Return {method: the rows of its table in WHY.md}. First comes what the others are compared
+    with; a row that is compared with another one names it."""
     numbers, rows = recorded(), {}
     for found in VARIATIONS.values():
         number, _ = place_of(found)
-        minus, reference = differences(numbers, found), f"| `{found.reference}`"
-        table = rows.setdefault(method_of(found.spec), [])
-        if not any(row.startswith(reference) for row in table):
-            cells = [numbers.cell(found.reference, column) for column in COLUMNS.values()]
-            table.append(f"{reference} | as it is | {' | '.join(cells)} | |")
+        minus, method = differences(numbers, found), method_of(found.spec)
+        first = REFERENCES.get(method, method)
+        if method not in rows:
+            cells = [numbers.cell(first, column) for column in COLUMNS.values()]
+            rows[method] = [f"| `{first}` | as it is | {' | '.join(cells)} | |"]
+        other = f", compared with `{found.reference}`" * (found.reference != first)
         cells = [minus.get(name, "") for name in COLUMNS]
-        table.append(
+        rows[method].append(
             f'| <a id="{compare.slug(found.spec)}"></a>[`{found.line.strip()}`](../../{found.file}'
-            f"#L{number})<br>`{found.spec}` | {found.question}<br>*{found.paper}* | "
+            f"#L{number})<br>`{found.spec}`{other} | {found.question}<br>*{found.paper}* | "
             f"{' | '.join(cells)} | {verdict(minus)} |")
     return rows
 
