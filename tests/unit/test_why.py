@@ -61,7 +61,8 @@ def test_order():
 def trained(spec, folder):
     """Return the state dict after the few steps of a tiny run that tests.compare would start, and
     the row of its log."""
-    args = compare.plan([spec, "--data", folder, *TINY, "--epochs", "1", "--eval_images", "1"])
+    args = compare.plan([spec, "--data", folder, *TINY, "--epochs", "1", "--eval_images", "1",
+                         "--dim", "24"])                   # for width 16, lr is 0.004 anyway
     for command in compare.pretraining(spec, args, 0, "runs", compare.slug):
         row = train.main(shlex.split(command.partition("train.py ")[2]) + ["--overwrite"])
     return train.read_checkpoint(f"runs/{compare.slug(spec)}")["model"], row
