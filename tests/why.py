@@ -315,7 +315,8 @@ class OneMask(MAE):
 
 @variation("mae.fixed_masks:crop=1", "self.encoder.mask(images, noise, self.mask_ratio)",
            "Does an image need a new mask in each epoch? (Here, the sum of its pixels seeds its mask. "
-           "Crops would change the sum, flips do not, so each image is masked in two ways.)",
+           "Crops would change the sum, so this is compared with MAE without crops. Flips do not, so "
+           "each image is masked in two ways.)",
            "Sec. 4.1: as masks differ in each iteration, they make new training samples, whatever "
            "the augmentation.", reference="mae:crop=1")
 class FixedMasks(MAE):
