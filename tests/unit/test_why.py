@@ -16,7 +16,7 @@ import finetune
 import train
 from tests import compare, why
 from tests.unit.conftest import FIVE, ROOT, TINY, same
-from vit import InputError
+from vit import InputError, gather_patches
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_sources(monkeypatch):
     assert [a == b for a, b in zip(sources(), old)] == [True, True, False, True]
 
 
-def test_mae_without():
+def test_mae_without(monkeypatch):
     """What some variations of MAE promise, for two images with 4 of 16 patches visible."""
     noise, images = torch.rand(2, 16), make("mae")[1]
     ids_keep, ids_mask, mask = make("mae")[0].encoder.mask(images, noise, 0.75)
@@ -117,11 +117,20 @@ def test_mae_without():
     model, _ = make("mae.relu")
     mlp, x = model.decoder_blocks[0].mlp, torch.randn(3, 64)
     assert torch.equal(mlp(x), mlp.fc2(mlp.fc1(x).relu()))
-    model, _ = make("mae.mask_tokens_in_encoder")
-    latent = model.encode(images, ids_keep)                            # masked pixels do not matter
     masked = model.encoder.pixels_of(mask).bool()
-    assert torch.equal(model.encode(images.masked_fill(masked, 7), ids_keep), latent)
-    assert torch.equal(latent, model.encoder(images.masked_fill(masked, 0)))
+    for name in ("mae.masked_pixels", "mae.mask_tokens_in_encoder"):
+        model, _ = make(name)
+        latent = model.encode(images, ids_keep)                        # masked pixels do not matter
+        assert torch.equal(model.encode(images.masked_fill(masked, 7), ids_keep), latent)
+        assert torch.equal(model.encoder(images.masked_fill(masked, 0)), latent) is (
+            name == "mae.masked_pixels")
+    embedded, tokens = model.encoder.embed(images), torch.full((1, 1, 16), 3.0)
+    monkeypatch.setattr(model.encoder, "encode", lambda tokens: tokens)
+    model.encoder_mask_token.data = tokens
+    seen = model.encode(images, ids_keep)
+    assert torch.equal(gather_patches(seen, ids_keep), gather_patches(embedded, ids_keep))
+    assert torch.equal(gather_patches(seen, ids_mask),
+                       tokens + model.encoder.pos_embed[0, 1:][ids_mask])
     model, _ = make("mae.mean_colours")
     target = model.target(images, ids_mask).unflatten(2, (16, 3))      # (B, M, p*p, C)
     assert torch.allclose(target[0, 0, 5], make("mae")[0].target(images, ids_mask)[0, 0].view(
