@@ -120,8 +120,8 @@ class ConstantRate(MAE):
 variation("mae:lr=0.004", "lr=2e-3",
           "Is twice the learning rate better? (With a cosine, its mean is then about that of "
           "`mae.constant_rate`.)",
-          "The paper gives no reason: Table 8 lists 1.5e-4 per 256 images. Our 2e-3 is for width 64 "
-          "and 10,000 images or more.", file="vit.py")
+          "The paper gives no reason: Table 8 lists 1.5e-4 per 256 images. Our 2e-3 is for width "
+          "64 and 10,000 images or more.", file="vit.py")
 
 variation("mae:warmup_epochs=0", "warmup_epochs=1",
           "What happens without warmup, if the learning rate is highest at the first step?",
@@ -213,8 +213,8 @@ class Relu(Altered, MAE):
 @variation("mae.no_class_token", "cls = self.cls_token + self.pos_embed[:, :1]",
            "What does the class token do in pretraining, where nothing is predicted from it? "
            "(Without it, the decoder embeds zeros in its place.)",
-           "A.1: it is a dummy token, added to keep to ViT's design, and later the classifier's; MAE "
-           "works similarly well without it, if features are averaged.", file="vit.py")
+           "A.1: it is a dummy token, added to keep to ViT's design, and later the classifier's; "
+           "MAE works similarly well without it, if features are averaged.", file="vit.py")
 class NoClassToken(Altered, MAE):
     class Encoder(ViT):
         def encode(self, tokens):
@@ -257,8 +257,8 @@ class PytorchInit(MAE):
 
 
 @variation("mae.masked_pixels", "return self.encoder(images, ids_keep)",
-           "Why are masked patches left out, and not only their pixels replaced? (Here, the encoder "
-           "gets ImageNet's mean colour instead, and the decoder all tokens of the encoder.)",
+           "Why are masked patches left out, and not only their pixels replaced? (Here, the "
+           "encoder gets ImageNet's mean colour instead, and the decoder all its tokens.)",
            "Sec. 3: without them, pretraining is faster and takes less memory. With mask tokens "
            "(Table 1c), ViT-L needs 3.3 times the operations.")
 class MaskedPixels(MAE):
@@ -290,8 +290,8 @@ class MaskTokensInEncoder(MaskedPixels):
 
 
 variation("mae.mask_tokens_in_encoder:decoder_depth=0", "return self.encoder(images, ids_keep)",
-          "Why an encoder and a decoder, and not one transformer that gets all patches, masked ones "
-          "as mask tokens? (Here, as in SimMIM, no block follows the encoder.)",
+          "Why an encoder and a decoder, and not one transformer that gets all patches, masked "
+          "ones as mask tokens? (Here, as in SimMIM, no block follows the encoder.)",
           "Sec. 3 and 4.1: the large network then processes only visible patches, and the decoder "
           "specialises in pixels. In Table 1, both without mask tokens and with more decoder "
           "blocks, a linear probe is more accurate.")
@@ -337,9 +337,9 @@ class OneMask(MAE):
 
 
 @variation("mae.fixed_masks:crop=1", "self.encoder.mask(images, noise, self.mask_ratio)",
-           "Does an image need a new mask in each epoch? (Here, the sum of its pixels seeds its mask. "
-           "Crops would change the sum, so this is compared with MAE without crops. Flips do not, so "
-           "each image is masked in two ways.)",
+           "Does an image need a new mask in each epoch? (Here, the sum of its pixels seeds its "
+           "mask. Crops would change the sum, so this is compared with MAE without crops. Flips do "
+           "not, so each image is masked in two ways.)",
            "Sec. 4.1: as masks differ in each iteration, they make new training samples, whatever "
            "the augmentation.", reference="mae:crop=1")
 class FixedMasks(MAE):
@@ -531,8 +531,8 @@ variation("minr:pixel_fraction=1", "pixel_fraction=0.25",
 variation("minr:modulated_layers=3", 'modulated_layers = [1] if hypernetwork == "ginr"',
           "Why is the second layer the predicted one, and not the fourth?",
           "Our summary of the paper says only that the second layer was effective in experiments. "
-          "By the abstract of Kim et al. (2023), who propose GINR, an early layer makes patterns of "
-          "one image, and all other layers learn how to compose patterns, the same for all images.")
+          "By the abstract of Kim et al. (2023), who propose GINR, an early layer makes patterns "
+          "of one image, and all other layers learn how to compose patterns, the same for all images.")
 
 variation("minr:encode_visible_only", "tokens = self.encoder(images.masked_fill(masked, 0))",
           "Does the encoder have to see masked patches as zeros, or can they be left out, as in "
@@ -763,7 +763,8 @@ def write_page():
     numbers, bars = recorded(), {}
     for found in VARIATIONS.values():
         if found.reference == "mae":
-            name = re.sub(r"^mae[.:]", "", found.spec).replace("_", " ")
+            name = re.sub(r"^mae\.\w+:", "+ ", found.spec)  # the row before is the class alone
+            name = re.sub(r"^mae[.:]", "", name).replace("_", " ")
             bars[name] = differences(numbers, found)
     draw_bars(ROOT / ".github/why.svg", {name: x for name, x in bars.items() if x}, UNITS)
 
