@@ -789,8 +789,9 @@ def main(argv=None):
             known.setdefault(method_of(name), []).append(name)
         wrong = [word for word in asked if word not in known]
         near = [x for word in wrong for x in difflib.get_close_matches(word, known, 1)]
-        hint = f", but {near} may be meant" if near else ""
-        require(not wrong, f"{wrong} is no variation{hint}: `python -m tests.why` lists them")
+        hint = f", but {', '.join(near)} may be meant" if near else ""
+        require(not wrong, f"no variation is named {', '.join(wrong)}{hint}: `python -m tests.why` "
+                           "lists them all")
         names = [*dict.fromkeys(name for word in asked for name in known[word])]
         for name in names or VARIATIONS:
             describe(VARIATIONS[name], in_full=name in asked)
