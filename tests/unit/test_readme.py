@@ -58,7 +58,7 @@ def desk(tmp_path_factory):
         images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), "uint8")
         for i, image in enumerate(images):
             np.save(f"arrays/{i}.npy", np.stack([16 * image.astype("uint16")] * 12))
-        made_up("audio", (64, 128), lambda x: x[:, :32])           # loud in low or high frequencies
+        made_up("audio", (64, 256), lambda x: x[:, :32])           # loud in low or high frequencies
         made_up("series", (6, 40), lambda x: x[:, :3])             # in one half of the channels
         made_up("volumes", (16, 32, 32), lambda x: x[:, :, :16])   # in the upper half
         labels = np.arange(40)[:, None] % 2
